@@ -1,0 +1,216 @@
+"""Every table: column, dtype, unit, meaning.
+
+Readers fill the raw tables (HOST, DEVICE, MEMORY, THREADS), attribution makes KERNELS and STEPS of them,
+metrics and views see only those. Times are absolute int64 nanoseconds since the epoch (or since the
+trace's own zero, where the file has no epoch), `-1` marks a missing integer in raw tables; the public
+tables use pandas' nullable `Int64`. Strings are pandas categoricals: a trace repeats few names often.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pandas as pd
+
+from tb_chopper.backend.findings import Finding
+
+VERSION = 1
+"""Raised whenever a table changes: caches of another version are not read."""
+
+MISSING = -1
+
+
+class Column(NamedTuple):
+    name: str
+    dtype: str  # int64 | int32 | float64 | bool | category | Int64 (nullable)
+    unit: str
+    meaning: str
+
+
+Table = tuple[Column, ...]
+
+HOST_KINDS = ("cpu_op", "annotation", "runtime", "module")
+"""cpu_op: a dispatched operator; annotation: record_function scope; runtime: CUDA/HIP runtime or driver call;
+module: an `nn.Module: X` frame of the Python tracer. Async communication annotations (nccl:, gloo:) have
+their own kind so that nobody nests them."""
+ASYNC = "async"
+ALL_HOST_KINDS = (*HOST_KINDS, ASYNC)
+
+HOST: Table = (
+    Column("start_ns", "int64", "ns", "start"),
+    Column("end_ns", "int64", "ns", "end"),
+    Column("name", "category", "", "event name as written, overload included"),
+    Column("kind", "category", "", f"one of {ALL_HOST_KINDS}"),
+    Column("thread", "int32", "", "row of THREADS"),
+    Column("correlation", "int64", "", "runtime calls: correlation id, else -1"),
+    Column("external_id", "int64", "", "External id, else -1"),
+    Column("seq", "int64", "", "autograd Sequence number (thread-local), else -1"),
+    Column("fwd_thread", "int64", "", "Fwd thread id: 0 or -1 in forward, logical thread id in backward"),
+    Column("args", "category", "", "recorded shapes as JSON text {Input Dims, Input type, Concrete Inputs}, or null"),
+    Column("finished", "bool", "", "False: the scope was open when the capture stopped; its end is not its own"),
+)
+
+THREADS: Table = (
+    Column("pid", "category", "", "process id as written"),
+    Column("tid", "category", "", "thread id as written"),
+    Column("name", "category", "", "thread_name metadata, or null"),
+)
+
+ACTIVITIES = ("kernel", "memcpy", "memset")
+
+DEVICE: Table = (
+    Column("start_ns", "int64", "ns", "start"),
+    Column("end_ns", "int64", "ns", "end, after repairs"),
+    Column("raw_end_ns", "int64", "ns", "end as written in the file"),
+    Column("name", "category", "", "kernel or copy name"),
+    Column("activity", "category", "", f"one of {ACTIVITIES}, from the event's category"),
+    Column("device", "category", "", "device as written (on ROCm an HSA node id): a label, not an identity"),
+    Column("stream", "int64", "", "stream"),
+    Column("correlation", "int64", "", "correlation id, else -1"),
+    Column("external_id", "int64", "", "External id, else -1"),
+    Column("bytes", "int64", "B", "copies: bytes moved, else -1"),
+    Column("grid", "category", "", "grid as JSON text, or null (ROCm: threads for hipExtModuleLaunchKernel, else blocks)"),
+    Column("block", "category", "", "block as JSON text, or null"),
+    Column("blocks_per_sm", "float64", "", "blocks per SM (CUDA), else NaN"),
+    Column("occupancy", "float64", "%", "est. achieved occupancy (CUDA), else NaN"),
+    Column("graph_node", "int64", "", "graph node id, else -1"),
+    Column("collective", "category", "", "Collective name, or null"),
+    Column("group", "category", "", "Process Group Name, or null"),
+    Column("group_desc", "category", "", "Process Group Description, or null"),
+    Column("group_size", "int64", "", "Group size, else -1"),
+    Column("group_seq", "int64", "", "Seq of the collective in its group, else -1"),
+    Column("dtype", "category", "", "dtype of the message, or null"),
+    Column("in_nelems", "int64", "", "In msg nelems of this rank, else -1"),
+    Column("out_nelems", "int64", "", "Out msg nelems of this rank, else -1"),
+)
+
+MEMORY: Table = (
+    Column("t_ns", "int64", "ns", "time of the allocator event"),
+    Column("bytes", "int64", "B", "allocated (positive) or freed (negative)"),
+    Column("allocated_bytes", "int64", "B", "Total Allocated after the event, else -1"),
+    Column("reserved_bytes", "int64", "B", "Total Reserved after the event, else -1"),
+    Column("device_type", "int64", "", "0 CPU, 1 CUDA, 6 HIP, ..."),
+    Column("device_id", "int64", "", "device index, -1 for CPU"),
+)
+
+KINDS = ("compute", "communication", "memcpy")
+OP_TYPES = ("gemm", "attention", "vector")
+PHASES = ("forward", "backward", "optimizer", "other")
+BEFORE_CAPTURE = "launched before capture"
+UNATTRIBUTED = "unattributed"
+
+KERNELS: Table = (
+    Column("name", "category", "", "kernel or copy name (CPU-only profiles: operator name)"),
+    Column("kind", "category", "", f"one of {KINDS}"),
+    Column("start_ns", "int64", "ns", "start"),
+    Column("end_ns", "int64", "ns", "end, after repairs"),
+    Column("raw_end_ns", "int64", "ns", "end as written in the file"),
+    Column("activity", "category", "", "kernel, memcpy, memset, or cpu_op for the stand-in of a CPU-only profile"),
+    Column("stream", "int64", "", "stream"),
+    Column("device", "category", "", "device label of the trace; 'cpu' for the stand-in"),
+    Column("gpu", "int64", "", "rank of the worker, or its order where no rank is known (one per run)"),
+    Column("worker", "category", "", "worker name"),
+    Column("span", "int64", "", "capture window of the worker, from 0"),
+    Column("capture", "int64", "", "(file, device) this row comes from: row of WORKERS"),
+    Column("correlation", "int64", "", "correlation id, else -1"),
+    Column("launch_ns", "Int64", "ns", "start of the launch call, missing where unknown"),
+    Column("launch_end_ns", "Int64", "ns", "end of the launch call, missing where unknown"),
+    Column("launch_name", "category", "", "launch call, e.g. hipExtModuleLaunchKernel"),
+    Column("step", "Int64", "", "training step by launch time, missing outside every step"),
+    Column("phase", "category", "", f"one of {PHASES}"),
+    Column("layer", "category", "", "repeated module it belongs to, e.g. layers.3, or null"),
+    Column("operation", "category", "", "what the author would call it; never null"),
+    Column("op_type", "category", "", f"compute rows: one of {OP_TYPES}; else null"),
+    Column("cpu_op", "category", "", "innermost operator that launched it, or null"),
+    Column("op_id", "int64", "", "HOST row of that operator, else -1: kernels of one call share it"),
+    Column("op_args", "category", "", "recorded shapes of cpu_op (JSON text), or null"),
+    Column("recompute", "bool", "", "forward work repeated inside backward (activation checkpointing)"),
+    Column("attributed_by", "category", "", "how the row got its operation"),
+    Column("overlap_ns", "int64", "ns", "part of the row covered by communication of the same GPU (0 for communication)"),
+    Column("prep_ns", "int64", "ns", "O_prep: gap before the launch call began"),
+    Column("call_ns", "int64", "ns", "O_call: gap from launch call to start"),
+    Column("call_under_communication_ns", "int64", "ns", "part of call_ns covered by communication"),
+    Column("graph_ns", "int64", "ns", "gap inside a CUDA/HIP graph replay"),
+    Column("unattributed_ns", "int64", "ns", "gap before a kernel whose launch is unknown"),
+    *(c for c in DEVICE if c.name in (
+        "bytes", "grid", "block", "blocks_per_sm", "occupancy", "collective", "group", "group_desc",
+        "group_size", "group_seq", "dtype", "in_nelems", "out_nelems")),
+)
+
+STEPS: Table = (
+    Column("capture", "int64", "", "row of WORKERS"),
+    Column("gpu", "int64", "", "as in KERNELS"),
+    Column("step", "int64", "", "step number as in ProfilerStep#N, or counted from 0"),
+    Column("start_ns", "int64", "ns", "start of the step on the host"),
+    Column("end_ns", "int64", "ns", "end of the step on the host"),
+    Column("gpu_start_ns", "Int64", "ns", "first kernel launched in the step; missing where it has none"),
+    Column("gpu_end_ns", "Int64", "ns", "first kernel of the next step, or last end of the last step's kernels"),
+    Column("n_kernels", "int64", "", "kernels launched in the step"),
+    Column("complete", "bool", "", "False: part of the step lies outside the capture or lost its kernels"),
+    Column("source", "category", "", "ProfilerStep, annotation, optimizer, dataloader, or sequence"),
+)
+
+WORKERS: Table = (
+    Column("capture", "int64", "", "row number: one per (file, device)"),
+    Column("file", "category", "", "trace file, relative to the run"),
+    Column("worker", "category", "", "worker name from the file name or sidecar"),
+    Column("span", "int64", "", "capture window of the worker, from 0"),
+    Column("rank", "Int64", "", "rank, missing where unknown"),
+    Column("world_size", "Int64", "", "world size, missing where unknown"),
+    Column("host", "category", "", "host name, or null"),
+    Column("gpu", "int64", "", "as in KERNELS"),
+    Column("device", "category", "", "device label of the trace; 'cpu' for the stand-in"),
+    Column("gpu_name", "category", "", "device name, or null"),
+    Column("n_kernels", "int64", "", "device kernels (CPU-only profile: leaf operators)"),
+    Column("n_steps", "int64", "", "steps"),
+    Column("start_ns", "int64", "ns", "first start of a device activity, -1 if there is none"),
+    Column("end_ns", "int64", "ns", "last end of a device activity, -1 if there is none"),
+    Column("complete", "bool", "", "False: the file is damaged; kept out of means over ranks"),
+)
+
+
+@dataclass
+class Trace:
+    """One trace file as tables: what a reader yields.
+
+    `meta` holds the file's other top-level keys that are of use (deviceProperties, distributedInfo, host_name,
+    versions, profiler flags, chopper); never the environment. `complete` is False when part of the file was lost.
+    """
+
+    path: Path
+    host: pd.DataFrame
+    threads: pd.DataFrame
+    device: pd.DataFrame
+    memory: pd.DataFrame
+    meta: dict[str, Any] = field(default_factory=dict)
+    findings: list[Finding] = field(default_factory=list)
+    complete: bool = True
+
+
+def empty(table: Table) -> pd.DataFrame:
+    """A table of no rows with the right columns."""
+    return pd.DataFrame({c.name: _series(c, []) for c in table})
+
+
+def conform(frame: pd.DataFrame, table: Table) -> pd.DataFrame:
+    """`frame` with exactly the columns of `table`, in order and dtype; missing columns are filled with the null."""
+    data = {}
+    for c in table:
+        if c.name in frame:
+            column = frame[c.name]
+            data[c.name] = column if str(column.dtype) == c.dtype else column.astype(c.dtype)
+        else:
+            data[c.name] = _series(c, [_NULL[c.dtype]] * len(frame)).set_axis(frame.index)
+    return pd.DataFrame(data, index=frame.index)
+
+
+_NULL: dict[str, Any] = {
+    "int64": MISSING, "int32": MISSING, "float64": np.nan, "bool": False, "category": None, "Int64": pd.NA,
+}
+
+
+def _series(column: Column, values: list[Any]) -> pd.Series:
+    return pd.Series(values, dtype=column.dtype)

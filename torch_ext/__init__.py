@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from torch_ext.annotate import annotate as annotate
+    from torch_ext.annotation import annotate as annotate
     from torch_ext.handler import chopper_trace_handler as chopper_trace_handler
 
 __all__ = ["annotate", "chopper_trace_handler"]
@@ -16,7 +16,7 @@ __all__ = ["annotate", "chopper_trace_handler"]
 
 def __getattr__(name: str) -> Any:
     if name == "annotate":
-        from torch_ext.annotate import annotate
+        from torch_ext.annotation import annotate
 
         return annotate
     if name == "chopper_trace_handler":

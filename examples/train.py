@@ -1,0 +1,154 @@
+"""Train the small Llama on random tokens and record it for tb-chopper. Runs on any machine, with GPUs or without.
+
+    python examples/train.py                                        one process
+    torchrun --nproc-per-node 2 examples/train.py --parallel fsdp2  several
+
+The lines that a training of your own needs are marked with `# chopper`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import sys
+import time
+import warnings
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from llama import Block, Config, Llama
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile, schedule
+
+from torch_ext import annotate, chopper_trace_handler  # chopper
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parallel", choices=("fsdp2", "fsdp1", "ddp", "none"), default="none")
+    parser.add_argument("--checkpoint", action="store_true", help="recompute each layer in backward")
+    parser.add_argument("--compile", action="store_true", help="torch.compile each layer (needs a C++ compiler on CPU)")
+    parser.add_argument("--no-annotate", dest="annotate", action="store_false", help="no module scopes")
+    parser.add_argument("--logdir", default="log/example")
+    parser.add_argument("--worker", default=None, help="name of this worker's files instead of {host}_r{rank}_{pid}")
+    parser.add_argument("--wait", type=int, default=1, help="steps before the profiler warms up")
+    parser.add_argument("--warmup", type=int, default=1, help="steps that the profiler throws away")
+    parser.add_argument("--active", type=int, default=3, help="steps that it records")
+    parser.add_argument("--repeat", type=int, default=1, help="how often")
+    parser.add_argument("--steps", type=int, default=None, help="training steps (default: as many as the above need)")
+    parser.add_argument("--batch", type=int, default=2, help="sequences per process and step")
+    parser.add_argument("--sequence", type=int, default=128, help="tokens per sequence")
+    for field, default in (("layers", 4), ("width", 256), ("hidden", 688), ("heads", 8), ("kv-heads", 2)):
+        parser.add_argument(f"--{field}", type=int, default=default)
+    parser.add_argument("--vocabulary", type=int, default=2048)
+    args = parser.parse_args()
+    if args.steps is None:
+        args.steps = (args.wait + args.warmup + args.active) * args.repeat
+    return args
+
+
+def start_processes(parallel: str) -> torch.device:
+    """Joins the process group that torchrun set up, or makes one of this process alone."""
+    on_gpu = torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if on_gpu else torch.device("cpu")
+    if on_gpu:
+        torch.cuda.set_device(device)
+    if parallel != "none":
+        alone = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "RANK": "0", "WORLD_SIZE": "1"}
+        os.environ.update({key: value for key, value in alone.items() if "RANK" not in os.environ})
+        dist.init_process_group("nccl" if on_gpu else "gloo")
+    return device
+
+
+def distribute(model: Llama, args: argparse.Namespace, device: torch.device) -> nn.Module:
+    """Checkpointing and compilation per layer, then the parallel wrapper around layers and model."""
+    if args.checkpoint:
+        from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
+
+        apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, Block))
+    if args.compile:
+        for i, layer in enumerate(model.layers):
+            model.layers[i] = torch.compile(layer)
+    if args.parallel == "fsdp2":
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("dp_shard",))
+        for layer in model.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    elif args.parallel == "fsdp1":
+        from torch.distributed.fsdp import FullyShardedDataParallel
+        from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+        return FullyShardedDataParallel(
+            model, auto_wrap_policy=ModuleWrapPolicy({Block}), use_orig_params=True, device_id=device
+        )
+    elif args.parallel == "ddp":
+        return nn.parallel.DistributedDataParallel(model, device_ids=[device] if device.type == "cuda" else None)
+    return model
+
+
+def random_tokens(args: argparse.Namespace, device: torch.device) -> Iterator[Tensor]:
+    generator = torch.Generator().manual_seed(int(os.environ.get("RANK", 0)))
+    while True:
+        shape = (args.batch, args.sequence + 1)
+        yield torch.randint(args.vocabulary, shape, generator=generator).to(device, non_blocking=True)
+
+
+def train(args: argparse.Namespace) -> None:
+    device = start_processes(args.parallel)
+    world_size = dist.get_world_size() if dist.is_initialized() else 1
+    chief = not dist.is_initialized() or dist.get_rank() == 0
+    torch.manual_seed(0)
+    config = Config(args.layers, args.width, args.hidden, args.heads, args.kv_heads, args.vocabulary)
+    model = distribute(Llama(config).to(device), args, device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
+    if args.annotate:
+        annotate(model)  # chopper
+    dimension = {"fsdp2": "dp_shard", "fsdp1": "dp_shard", "ddp": "dp_replicate"}.get(args.parallel)
+    gpu = [ProfilerActivity.CUDA] if device.type == "cuda" else []
+    with profile(
+        activities=[ProfilerActivity.CPU, *gpu],
+        schedule=schedule(wait=args.wait, warmup=args.warmup, active=args.active, repeat=args.repeat),
+        on_trace_ready=chopper_trace_handler(  # chopper
+            args.logdir,
+            args.worker,
+            tokens_per_step=args.batch * args.sequence,
+            model_flops_per_step=config.flops_per_step(args.batch, args.sequence),
+            parallel={dimension: world_size} if dimension else None,
+        ),
+        record_shapes=True,
+    ) as profiler:
+        for step, tokens in zip(range(args.steps), random_tokens(args, device), strict=False):
+            began = time.perf_counter()
+            logits = model(tokens[:, :-1])
+            loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            value = loss.item()
+            took = time.perf_counter() - began
+            profiler.step()
+            if chief:
+                print(f"step {step + 1}/{args.steps}  loss {value:.3f}  {took * 1e3:.0f} ms", flush=True)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    if chief:
+        print(f"recorded {world_size} process(es) into {args.logdir}", flush=True)
+
+
+def main() -> None:
+    args = arguments()
+    warnings.filterwarnings("ignore", "Profiler clears events")  # each cycle's are in its own file
+    if args.compile and not torch.cuda.is_available() and not any(map(shutil.which, ("g++", "clang++", "c++"))):
+        sys.exit("--compile on CPU needs a C++ compiler: none of g++, clang++, c++ found (Debian: apt install g++)")
+    train(args)
+
+
+if __name__ == "__main__":
+    main()

@@ -157,7 +157,8 @@ def compute_dies(device_id: int, units: int) -> int | None:
     """Dies (XCCs) of a logical AMD GPU by its PCI device id, None where not known: tools report 1 for some of 4."""
     whole = {row.device_id: (row.units, row.xcc) for row in _TABLE if row.device_id} | {_MI308X: (80, 4)}
     all_units, all_dies = whole.get(device_id, (0, 0))
-    return all_dies * units // all_units if units and all_dies * units % max(all_units, 1) == 0 else None
+    dies, rest = divmod(all_dies * units, all_units) if all_units else (0, 0)
+    return dies if dies and not rest else None
 
 
 def what_to_pass(name: str | None) -> str:

@@ -2,6 +2,9 @@
 # make test            lint, types, import layers, tests
 # make clean           remove the virtual environment and the demo's runs
 
+SHELL := /bin/bash
+.SHELLFLAGS := -o pipefail -c
+
 PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= torch==2.13.0
@@ -11,9 +14,9 @@ PYTEST_ARGS ?= -q -n 2 --dist loadfile
 
 BIN := $(VENV)/bin
 DEMO := log/demo
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-input
-# KINETO_LOG_LEVEL hides the two lines that torch's profiler prints per process and capture
-TRAINING := OMP_NUM_THREADS=1 KINETO_LOG_LEVEL=5
+PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --no-input
+# torch's profiler prints probe lines that say nothing to a user
+WITHOUT_PROBES := grep --line-buffered -v -e '^USDT:' -e '^$$'
 
 .PHONY: demo test chromium clean
 .DELETE_ON_ERROR:
@@ -22,8 +25,8 @@ demo: $(VENV)/.demo
 	@rm -rf $(DEMO)/real
 	@n=$$($(BIN)/python -c 'import torch; print(torch.cuda.device_count() or 2)'); \
 	echo "== training the example with FSDP2 on $$n process(es) into $(DEMO)/real"; \
-	$(TRAINING) $(BIN)/python -m torch.distributed.run --standalone --nproc-per-node $$n \
-	    examples/train.py --parallel fsdp2 --logdir $(DEMO)/real
+	OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone --nproc-per-node $$n \
+	    examples/train.py --parallel fsdp2 --logdir $(DEMO)/real 2>&1 | $(WITHOUT_PROBES)
 # A simulated 8-GPU node joins here, into $(DEMO)/simulated.
 	@echo "== report"
 	@$(BIN)/tb-chopper analyze $(DEMO)
@@ -38,7 +41,7 @@ test: $(VENV)/.test chromium
 	@echo "== ruff, mypy, import layers"
 	@$(BIN)/ruff check .
 	@$(BIN)/mypy
-	@$(BIN)/lint-imports
+	@$(BIN)/lint-imports --no-logo
 	@echo "== tests"
 	@$(BIN)/python -m pytest $(PYTEST_ARGS)
 

@@ -151,6 +151,7 @@ STEPS: Table = (
     Column("n_kernels", "int64", "", "kernels launched in the step"),
     Column("complete", "bool", "", "False: part of the step lies outside the capture or lost its kernels"),
     Column("source", "category", "", "ProfilerStep, annotation, optimizer, dataloader, or sequence"),
+    Column("device", "category", "", "as in KERNELS"),
 )
 
 WORKERS: Table = (

@@ -1,0 +1,87 @@
+"""The device rows of a trace, each with the host scope that asked for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+
+from tb_chopper.backend import schema
+from tb_chopper.backend.attribution import launches, standin
+from tb_chopper.backend.attribution.scopes import Scopes
+from tb_chopper.backend.attribution.tree import Index, Int, Mask, take
+from tb_chopper.backend.findings import Finding
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Device rows in order of start. All arrays are indexed by row of `device`.
+
+    `launch`: HOST row of the launch call, -1 unknown. `node`: innermost host scope around it, -1 none. `operator`:
+    HOST row of the innermost operator, -1 none. `time_ns`: when the host asked for the row; only valid where
+    `is_timed`. `by_external_id`: found by External id. `is_lost`: no launch record although launched in the capture.
+    """
+
+    device: pd.DataFrame
+    launch: Index
+    node: Index
+    operator: Index
+    time_ns: Int
+    is_timed: Mask
+    by_external_id: Mask
+    is_lost: Mask
+    is_standin: bool
+
+
+def of_trace(trace: schema.Trace, scopes: Scopes) -> tuple[Rows, list[Finding]]:
+    """Device activities; CPU operators in their place where the profile has neither them nor launch calls."""
+    launch_calls = launches.calls(trace.host)
+    if len(trace.device):
+        rows = _of_device(trace.device, trace.host, scopes)
+        return rows, launches.without_row(trace.host, launch_calls, rows.launch)
+    if len(launch_calls):
+        finding = Finding("no_gpu_events", "error", f"no GPU events in this trace although {len(launch_calls)} launch "
+                          "calls are: the profiler lost them; record again, with a warm-up step", len(launch_calls))
+        return _of_device(trace.device, trace.host, scopes), [finding]
+    device, host_rows = standin.leaves(trace.host, scopes)
+    finding = Finding("no_gpu_events", "info", "no GPU events in this trace; CPU operations stand in", len(device))
+    return _of_host(device, host_rows, trace.host, scopes), [finding]
+
+
+def _of_device(device: pd.DataFrame, host: pd.DataFrame, scopes: Scopes) -> Rows:
+    device = device.iloc[np.argsort(device["start_ns"].to_numpy(), kind="stable")].reset_index(drop=True)
+    launch = launches.launch_rows(host, device["correlation"].to_numpy())
+    launched = np.flatnonzero(launch >= 0)
+    time = np.zeros(len(device), np.int64)
+    time[launched] = host["start_ns"].to_numpy()[launch[launched]]
+    node = np.full(len(device), -1, np.intp)
+    node[launched] = scopes.tree.locate(host["thread"].to_numpy()[launch[launched]].astype(np.int64), time[launched])
+    operator = _innermost_operator(scopes, node)
+    other = launches.by_external_id(host, scopes, device["external_id"].to_numpy(), operator)
+    by_external_id = (operator < 0) & (other >= 0)
+    node = np.where(by_external_id, other, node)
+    unknown = by_external_id & (launch < 0)
+    time[unknown] = scopes.tree.start_ns[node[unknown]]
+    is_timed = (launch >= 0) | by_external_id
+    return Rows(device, launch, node, _innermost_operator(scopes, node), time, is_timed, by_external_id,
+                launches.lost_launch(device, is_timed), False)
+
+
+def _of_host(device: pd.DataFrame, host_rows: Index, host: pd.DataFrame, scopes: Scopes) -> Rows:
+    node = scopes.node_of_row[host_rows]
+    time = host["start_ns"].to_numpy()[host_rows]
+    elsewhere = np.flatnonzero(node < 0)  # asynchronous collectives: the scope that issued them
+    node[elsewhere] = scopes.tree.locate(host["thread"].to_numpy()[host_rows[elsewhere]].astype(np.int64),
+                                         time[elsewhere])
+    none = np.zeros(len(device), bool)
+    return Rows(device, np.full(len(device), -1, np.intp), node, _innermost_operator(scopes, node), time,
+                ~none, none, none, True)
+
+
+def _innermost_operator(scopes: Scopes, node: Index) -> Index:
+    """HOST row of the innermost operator around each node, -1 where none."""
+    found = scopes.tree.nearest(node, scopes.is_operator)
+    return take(scopes.host_row, found)
+
+

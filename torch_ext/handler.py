@@ -19,7 +19,7 @@ from torch.profiler import ProfilerAction
 
 from torch_ext import sidecar
 from torch_ext.annotation import annotated_modules, module_table
-from torch_ext.export import export
+from torch_ext.export import export, offers_python_export
 
 
 def chopper_trace_handler(
@@ -87,13 +87,17 @@ def chopper_trace_handler(
 def _write_trace(prof: Any, trace: Path, use_python_export: bool) -> list[str]:
     """Writes the trace, by torch's own means where ours fail; returns what a reader should know."""
     try:
-        mended = export(prof, trace, use_python_export)
+        return export(prof, trace, use_python_export)
     except Exception as error:
-        prof.export_chrome_trace(str(trace))
         note = f"the trace is as torch.profiler wrote it, unchecked: {_one_line(error)}"
-        _warn(note)
-        return [note]
-    return [f"{mended} places of the trace were not valid JSON and have been mended"] if mended else []
+        try:
+            prof.export_chrome_trace(str(trace))
+        except RuntimeError:  # its C++ exporter works once per capture
+            if not offers_python_export(prof):
+                raise
+            prof.export_chrome_trace(str(trace), use_python_export=True)
+    _warn(note)
+    return [note]
 
 
 def _warn(message: str) -> None:

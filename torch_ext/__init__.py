@@ -1,6 +1,6 @@
-"""What runs inside the training: `chopper_trace_handler` and `annotate`.
+"""What runs inside the training: `chopper_trace_handler`, `annotate` and `telemetry`.
 
-Importing the package does not import torch; asking for either function does.
+Importing the package does not import torch; asking for one of the first two does.
 """
 
 from __future__ import annotations
@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch_ext.annotation import annotate as annotate
     from torch_ext.handler import chopper_trace_handler as chopper_trace_handler
+    from torch_ext.sampling import start_telemetry as start_telemetry
+    from torch_ext.sampling import telemetry as telemetry
 
-__all__ = ["annotate", "chopper_trace_handler"]
+__all__ = ["annotate", "chopper_trace_handler", "start_telemetry", "telemetry"]
 
 
 def __getattr__(name: str) -> Any:
@@ -23,4 +25,8 @@ def __getattr__(name: str) -> Any:
         from torch_ext.handler import chopper_trace_handler
 
         return chopper_trace_handler
+    if name in ("start_telemetry", "telemetry"):
+        from torch_ext import sampling
+
+        return getattr(sampling, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

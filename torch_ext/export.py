@@ -30,7 +30,7 @@ _END_OF_EVENT = b"\n  },\n"
 _NAME = re.compile(rb'("name": ")(.*)(",?[ \t]*(?=\n|"pid"))')
 _NOT_FINITE = re.compile(rb"(:[ \t]*)[+-]?(?:inf(?:inity)?|nan)\b", re.IGNORECASE)
 _CONTROL = re.compile(rb"[\x00-\x09\x0b-\x1f]")
-_ARGS = re.compile(rb'"args": \{.*\}', re.DOTALL)
+_ARGS = re.compile(rb'"args": \{.*\}(?=\s*\}\s*,?\s*$)', re.DOTALL)
 _METADATA = re.compile(rb'^ *("[^"\n]*": .*?),?$', re.MULTILINE)
 
 _whole_events = msgspec.json.Decoder(list[msgspec.Raw])

@@ -15,7 +15,8 @@ byte loses its last line only.
     note,...,text                                             what a reader should know
     stop,...,text                                             the reason; missing where the sampler was killed
 
-Lists are `key:value` pairs with blanks between them. An empty field is an unknown value, never a zero.
+Lists are `key:value` pairs with blanks between them. An empty field is an unknown value, never a zero; only an empty
+cpu_pct means that no CPU was busy.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ COLUMNS = (
     Column("boottime_ns", ("clock",), "CLOCK_BOOTTIME, the clock of rocprofv3"),
     Column("cpu_pct", ("cpu",), "cpu:percent busy since the previous sample, logical CPUs above 0 only"),
     Column("cpu_mhz", ("cpu",), "cpu:MHz of busy logical CPUs, in some samples only"),
-    Column("cpu_threads", ("cpu",), "cpu:threads of the training that ran since the previous such reading, by last CPU"),
+    Column("cpu_threads", ("cpu",), "cpu:the training's threads that ran since the previous such reading, by last CPU"),
     Column("cpu_cores", ("cpu_info",), "cpu:physical core of each logical CPU that is online"),
     Column("pci_address", ("gpu_info",), "0000:c1:00.0, the GPU's identity across tools"),
     Column("source", ("gpu_info",), "where the samples come from: amdsmi, nvml, sysfs, simulated"),

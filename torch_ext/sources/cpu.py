@@ -78,7 +78,7 @@ def parse_stat(content: bytes) -> Ticks:
             break
         name, *fields = row.split()
         if name != b"cpu":
-            user, nice, system, idle, iowait, irq, softirq, steal = (*map(int, fields[:8]), *[0] * (8 - len(fields[:8])))
+            user, nice, system, idle, iowait, irq, softirq, steal = map(int, fields[:8])
             busy = user + nice + system + irq + softirq + steal
             ticks[int(name[3:])] = busy, busy + idle + iowait
     return ticks

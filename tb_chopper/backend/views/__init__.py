@@ -1,0 +1,85 @@
+"""One file per tab: the numbers of the metrics in, headline, figures, tables and definitions out."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from tb_chopper.backend.errors import InvalidSelection, NotFound
+
+if TYPE_CHECKING:
+    from tb_chopper.backend.run import Run
+    from tb_chopper.backend.views.view import View
+
+
+class Entry(NamedTuple):
+    """A tab: its name in URLs and in the API, its title, the question it answers, the granularities it offers, and
+    choices of its own by name, the default first."""
+
+    name: str
+    title: str
+    question: str
+    by: tuple[str, ...] = ()
+    options: dict[str, tuple[str, ...]] = {}  # noqa: RUF012  (a NamedTuple's default, never changed)
+
+
+REGISTRY: dict[str, Entry] = {
+    e.name: e
+    for e in (
+        Entry("overview", "Overview", "Where does the time of a step go?", ("gpu", "step", "worker")),
+        Entry(
+            "breakdown",
+            "Breakdown",
+            "Why does an operation take longer than it could?",
+            ("operation", "layer", "phase"),
+        ),
+        Entry(
+            "overlap",
+            "Overlap",
+            "How much communication is hidden behind compute?",
+            ("operation", "layer", "phase", "step"),
+        ),
+        Entry(
+            "dvfs",
+            "DVFS",
+            "At which clock did the hardware run, and what did that cost?",
+            ("operation", "phase", "step"),
+        ),
+        Entry(
+            "launch",
+            "Launch",
+            "How long does the GPU wait for its next kernel, and why?",
+            ("operation", "layer", "phase", "step", "gpu"),
+            {"scope": ("across", "within")},
+        ),
+        Entry(
+            "operations",
+            "Operations",
+            "Which operations take the time?",
+            ("operation", "layer", "phase", "step", "gpu", "kernel"),
+        ),
+        Entry("findings", "Findings", "Can these numbers be trusted?"),
+    )
+}
+"""The tabs in the order they are shown. Names map to modules of this package."""
+
+
+def build(name: str, run: Run, **selection: Any) -> View:
+    """View `name` of `run`; keyword arguments as `Selection.of` takes them and as the view's own options.
+
+    NotFound for an unknown view, InvalidSelection for an unknown option or a value that it does not have.
+    """
+    from tb_chopper.backend.views.view import Selection
+
+    if name not in REGISTRY:
+        raise NotFound(f"no view {name!r}; there are {', '.join(REGISTRY)}")
+    chosen = Selection.of(**selection)
+    for option, value in chosen.options.items():
+        values = REGISTRY[name].options.get(option)
+        if values is None:
+            raise InvalidSelection(f"view {name!r} has no option {option!r}")
+        if value not in values:
+            raise InvalidSelection(f"{option}={value!r}: one of {', '.join(values)}")
+    module = importlib.import_module(f"{__name__}.{name}")
+    view: View = module.view(run, chosen)
+    return view

@@ -1,0 +1,281 @@
+"""Operations: every group of work at any granularity, and the kernels inside one of them."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pandas as pd
+import plotly.graph_objects as go
+
+from tb_chopper.backend.metrics import grouping
+from tb_chopper.backend.views import context, figures, text
+from tb_chopper.backend.views.palette import COLORS, LABELS
+from tb_chopper.backend.views.view import KeyFigure, Selection, Table, TableColumn, View
+
+if TYPE_CHECKING:
+    from tb_chopper.backend.run import Run
+
+DEFINITIONS = {
+    "n": "Device activities (kernels, copies, fills) of the group.",
+    "time": "Sum of the durations of the group's activities. Activities that run at the same time both count, so that shares compare work, "
+    "not wall time; Overview has the wall time.",
+    "median": "Median duration of one activity.",
+    "share": "The group's time / the time of all groups in the selection.",
+    "overlap": "Part of the time of compute and copies beside which communication of the same GPU ran.",
+    "launch": "Launch overhead before the group's compute kernels: preparation + call.",
+    "type": "gemm, attention or vector for computation (the type with the most time); communication; memcpy.",
+    "exposed": "Time of the group in which its work ran and nothing of higher rank did: compute > communication > copies.",
+}
+TYPES = ("gemm", "attention", "vector", "communication", "memcpy")
+
+
+def view(run: Run, selection: Selection) -> View:
+    """Time, count, share, overlap and launch gaps per group; with a focus, the kernels of that operation."""
+    common = {"findings": context.findings(run), "banners": context.banners(run)}
+    if context.nothing_to_show(run):
+        return View(
+            "operations",
+            "Operations",
+            "There is no device activity in this run.",
+            missing=(context.NO_KERNELS,),
+            **common,
+        )
+    kernels = _typed(context.kernels(run, selection))
+    by = list(selection.by or ("operation",))
+    groups = summary(kernels, by)
+    charts, tables = {"top": _top_figure(kernels, groups, by, run, selection)}, {"groups": _groups_table(groups, by)}
+    focus = selection.focus
+    if focus is not None and (kernels["operation"] == focus).any():
+        inside = kernels[kernels["operation"] == focus]
+        tables["kernels"] = _kernels_table(summary(inside, ["kernel"]), focus)
+        charts["durations"] = _durations(inside, focus)
+    elif by == ["operation"]:
+        tables["groups"] = _groups_table(groups, by, note="Choose a row to see the kernels of that operation.")
+    return View(
+        "operations",
+        "Operations",
+        _headline(groups, by),
+        key_figures=_key_figures(kernels, groups),
+        figures=charts,
+        tables=tables,
+        **common,
+    )
+
+
+def summary(kernels: pd.DataFrame, by: list[str]) -> pd.DataFrame:
+    """One row per group: n, time_us, median_us, min_us, max_us, share, overlap_share, launch_us, type (with the most time)."""
+    codes, groups = grouping.number(kernels, by)
+    n = len(groups)
+    duration = (kernels["end_ns"] - kernels["start_ns"]).to_numpy()
+    time = grouping.sums(codes, n, duration)
+    by_code = pd.Series(duration).groupby(codes)
+    typed = np.zeros((n, len(TYPES)), np.int64)
+    np.add.at(typed, (codes, kernels["type"].cat.codes.to_numpy()), np.maximum(duration, 1))
+    other = (kernels["kind"] != "communication").to_numpy()
+    overlap = grouping.sums(codes, n, np.where(other, kernels["overlap_ns"].to_numpy(), 0))
+    beside = grouping.sums(codes, n, np.where(other, duration, 0))
+    return groups.assign(
+        type=[TYPES[i] for i in typed.argmax(axis=1)],
+        n=np.bincount(codes, minlength=n),
+        time_us=time / 1000,
+        share=time / max(time.sum(), 1),
+        median_us=by_code.median().to_numpy() / 1000,
+        min_us=by_code.min().to_numpy() / 1000,
+        max_us=by_code.max().to_numpy() / 1000,
+        overlap_share=np.divide(overlap, beside, out=np.full(n, np.nan), where=beside > 0),
+        launch_us=grouping.sums(codes, n, (kernels["prep_ns"] + kernels["call_ns"]).to_numpy()) / 1000,
+    )
+
+
+def _typed(kernels: pd.DataFrame) -> pd.DataFrame:
+    """`kernels` with the type of each row as a categorical of TYPES."""
+    kind = kernels["kind"].astype(object).to_numpy()
+    op_type = kernels["op_type"].astype(object).fillna("vector").to_numpy()
+    return kernels.assign(type=pd.Categorical(np.where(kind == "compute", op_type, kind), categories=list(TYPES)))
+
+
+def _headline(groups: pd.DataFrame, by: list[str]) -> str:
+    first = figures.top(groups, "time_us", 3)
+    names = [f"{text.short(figures.row_label(r, by), 48)} ({text.share(r['share'])})" for r in first.to_dict("records")]
+    head = (
+        f"The largest of {len(groups):,} groups is {names[0]}".replace(",", " ", 1)
+        if len(groups) > 1
+        else f"All time is in {names[0]}"
+    )
+    rest = f", then {' and '.join(names[1:])}" if len(names) > 1 else ""
+    ten = figures.top(groups, "share", 10)["share"].sum()
+    tail = f". Ten groups hold {text.share(ten)} of the GPU work." if len(groups) > 12 else "."
+    return head + rest + tail
+
+
+def _key_figures(kernels: pd.DataFrame, groups: pd.DataFrame) -> tuple[KeyFigure, ...]:
+    duration = (kernels["end_ns"] - kernels["start_ns"]) / 1000
+    sums = duration.groupby(kernels["type"], observed=False).sum()
+    total = float(sums.sum())
+    launched = (kernels["operation"] == "launched before capture") | (kernels["operation"] == "unattributed")
+    attributed = 1 - float(duration[launched].sum()) / total if total else None
+    parts = [
+        KeyFigure(
+            LABELS[t].removeprefix("Exposed ").capitalize() if t != "gemm" else "GEMM",
+            float(sums[t]),
+            "us",
+            f"Sum of durations of all {t} activities.",
+            color=COLORS[t],
+            note=f"{text.share(sums[t] / total if total else None)} of the work",
+        )
+        for t in TYPES
+        if sums[t] > 0
+    ]
+    return (
+        KeyFigure(
+            "GPU work",
+            total,
+            "us",
+            DEFINITIONS["time"],
+            note=f"{text.count(len(kernels), 'activity').replace('activitys', 'activities')}",
+        ),
+        *parts,
+        KeyFigure(
+            "Attributed",
+            attributed,
+            "share",
+            "Share of the GPU work that belongs to a known operation. The rest was launched before the "
+            "capture or has no launch in the trace; it is shown as a group of that name.",
+            note="of the work to an operation",
+        ),
+    )
+
+
+def _top_figure(
+    kernels: pd.DataFrame, groups: pd.DataFrame, by: list[str], run: Run, selection: Selection
+) -> go.Figure:
+    shown = figures.top(groups, "time_us", 20).assign(other=False)
+    if selection.compare is not None and len(selection.compare.kernels):
+        other = summary(_typed(selection.compare.kernels), by).assign(other=True)
+        shown = pd.concat([shown, shown[by].merge(other, on=by, how="inner")], ignore_index=True)
+        place = shown.groupby(by, dropna=False, sort=False, observed=True).ngroup()
+        shown = shown.assign(place=place).sort_values(["place", "other"], ignore_index=True)
+    unit, divisor = text.time_unit(shown["time_us"].max() if len(shown) else 0)
+    labels = [
+        figures.row_label(r, by)
+        + (f" · {text.short(selection.compare.name, 18)}" if r["other"] and selection.compare else "")
+        for r in shown.to_dict("records")
+    ]
+    fig = figures.figure(
+        "GPU work by " + " and ".join(by),
+        "Sum of durations, largest first, coloured by the type of work.",
+        height=figures.height_of(len(shown), 26),
+        wide=True,
+        barmode="overlay",
+        legend=[
+            figures.entry(t, label=LABELS[t].removeprefix("Exposed ").capitalize() if t != "gemm" else "GEMM")
+            for t in TYPES
+            if (shown["type"] == t).any()
+        ],
+    )
+    for t in TYPES:
+        mine = shown[shown["type"] == t]
+        if len(mine):
+            fig.add_trace(
+                figures.bars(
+                    t,
+                    mine.index.tolist(),
+                    mine["time_us"].tolist(),
+                    divisor,
+                    hover=[
+                        f"<b>{text.hover(labels[i])}</b><br>{t}: {text.duration(r.time_us)} ({text.share(r.share)})<br>{r.n:,} activities, median {text.duration(r.median_us)}<br>measured"
+                        for i, r in zip(mine.index, mine.itertuples(), strict=True)
+                    ],
+                    compared=mine["other"].tolist(),
+                    links=[json.dumps({"focus": str(o)}) for o in mine["operation"]] if "operation" in by else None,
+                )
+            )
+    fig.update_layout(xaxis={"title": {"text": unit}}, yaxis=figures.rows_axis(labels, 52))
+    return fig
+
+
+def _durations(inside: pd.DataFrame, focus: str) -> go.Figure:
+    """How the durations of an operation's kernels spread, the largest six kernels by name."""
+    duration = (inside["end_ns"] - inside["start_ns"]).to_numpy() / 1000
+    names = inside["name"].astype(object).to_numpy()
+    largest = pd.Series(duration).groupby(names).sum().nlargest(6).index.tolist()
+    unit, divisor = text.time_unit(float(duration.max()))
+    fig = figures.figure(
+        f"Durations inside {text.short(focus, 48)}",
+        "Each point is one kernel, one row per kernel name; the line is the median.",
+        height=figures.height_of(len(largest), 44),
+        wide=True,
+    )
+    for i, name in enumerate(largest):
+        mine = duration[names == name]
+        drawn = mine if len(mine) <= 2000 else np.quantile(mine, np.linspace(0, 1, 2000))
+        kind = str(inside["type"].to_numpy()[np.flatnonzero(names == name)[0]])
+        fig.add_trace(
+            go.Box(
+                x=drawn / divisor,
+                y=[i] * len(drawn),
+                orientation="h",
+                boxpoints="all",
+                jitter=0.7,
+                pointpos=0,
+                width=0.6,
+                showlegend=False,
+                marker={"color": COLORS[kind], "size": 4, "opacity": 0.55},
+                line={"color": COLORS[kind], "width": 1.4},
+                fillcolor="rgba(0,0,0,0)",
+                name=text.label(name, 60),
+                hovertemplate=f"{text.hover(name)}<br>%{{x:.2f}} {unit}<extra></extra>",
+                hoveron="points",
+            )
+        )
+    fig.update_layout(xaxis={"title": {"text": unit}, "rangemode": "tozero"}, yaxis=figures.rows_axis(largest, 60))
+    return fig
+
+
+NUMBERS = (
+    TableColumn("n", "Count", "count", DEFINITIONS["n"]),
+    TableColumn("time_us", "Time", "us", DEFINITIONS["time"], bar=True),
+    TableColumn("share", "Share", "share", DEFINITIONS["share"], bar=True),
+    TableColumn("median_us", "Median", "us", DEFINITIONS["median"]),
+)
+TAIL = (
+    TableColumn("overlap_share", "Beside comm.", "share", DEFINITIONS["overlap"], bar=True),
+    TableColumn("launch_us", "Launch gaps", "us", DEFINITIONS["launch"], bar=True),
+)
+
+
+def _groups_table(groups: pd.DataFrame, by: list[str], note: str = "") -> Table:
+    heads = tuple(
+        TableColumn(
+            c, c.capitalize() if c != "gpu" else "GPU", "text" if c in ("operation", "kernel", "layer", "phase") else ""
+        )
+        for c in by
+    )
+    link = {"focus": "operation"} if "operation" in by else {c: c for c in by if c in ("gpu", "step")}
+    rows = groups.assign(**{c: [figures.group_name(c, v) for v in groups[c]] for c in by if c not in ("gpu", "step")})
+    return Table(
+        "GPU work by " + " and ".join(by),
+        (*heads, TableColumn("type", "Type", "text", DEFINITIONS["type"]), *NUMBERS, *TAIL),
+        rows,
+        sort="time_us",
+        link=link,
+        note=note,
+    )
+
+
+def _kernels_table(kernels: pd.DataFrame, focus: str) -> Table:
+    return Table(
+        f"Kernels of {text.short(focus, 60)}",
+        (
+            TableColumn("kernel", "Kernel", "text", "Name as written in the trace."),
+            TableColumn("type", "Type", "text", DEFINITIONS["type"]),
+            *NUMBERS,
+            TableColumn("min_us", "Min", "us", "Shortest duration."),
+            TableColumn("max_us", "Max", "us", "Longest duration."),
+            *TAIL,
+        ),
+        kernels,
+        sort="time_us",
+    )

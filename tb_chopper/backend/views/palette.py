@@ -1,0 +1,64 @@
+"""One colour per thing, everywhere: figures, key figures and tables take their colours from here alone.
+
+Okabe-Ito and the IBM palette, both made for colour-blind readers; every colour keeps a contrast of 3:1 or more against
+the light and the dark background, or stands beside a label.
+"""
+
+from __future__ import annotations
+
+COLORS: dict[str, str] = {
+    # what the GPU does
+    "compute": "#4477AA",
+    "gemm": "#0072B2",
+    "attention": "#56B4E9",
+    "vector": "#009E73",
+    "communication": "#D55E00",
+    "hidden_communication": "#EBAF8A",
+    "memcpy": "#E69F00",
+    "idle": "#9AA0A8",
+    # the phases of a step
+    "forward": "#D41159",
+    "backward": "#1A85FF",
+    "optimizer": "#7B5EA7",
+    "other": "#8A8F98",
+    # the launch of a kernel
+    "prep": "#66C2A5",
+    "call": "#FC8D62",
+    "under_communication": "#D55E00",
+    "graph": "#B79F00",
+    "unattributed": "#9AA0A8",
+    # from the theoretical to the actual duration
+    "theoretical": "#648FFF",
+    "instruction": "#785EF0",
+    "utilization": "#DC267F",
+    "overlap": "#FE6100",
+    "frequency": "#FFB000",
+}
+
+LABELS: dict[str, str] = {
+    "compute": "Compute",
+    "gemm": "GEMM",
+    "attention": "Attention",
+    "vector": "Vector",
+    "communication": "Exposed communication",
+    "hidden_communication": "Hidden communication",
+    "memcpy": "Exposed copies",
+    "idle": "Idle",
+    "forward": "Forward",
+    "backward": "Backward",
+    "optimizer": "Optimizer",
+    "other": "Other",
+    "prep": "Preparation",
+    "call": "Call",
+    "under_communication": "Call under communication",
+    "graph": "Graph replay",
+    "unattributed": "Unattributed",
+    "theoretical": "Theoretical",
+    "instruction": "Instruction",
+    "utilization": "Utilization",
+    "overlap": "Overlap",
+    "frequency": "Frequency",
+}
+
+COMPARED_PATTERN = "/"
+"""The run compared with keeps the colours and is hatched."""

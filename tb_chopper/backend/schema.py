@@ -8,12 +8,14 @@ tables use pandas' nullable `Int64`. Strings are pandas categoricals: a trace re
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
+from pandas.api.types import union_categoricals
 
 from tb_chopper.backend.findings import Finding
 
@@ -173,6 +175,63 @@ WORKERS: Table = (
 )
 
 
+TELEMETRY: Table = (
+    Column("t_ns", "int64", "ns", "time of the reading since the epoch, on the clock of the log's host"),
+    Column("uncertainty_ns", "int64", "ns", "the reading lies within this of t_ns"),
+    Column("monotonic_ns", "int64", "ns", "the same moment on CLOCK_MONOTONIC of the host, else -1"),
+    Column("host", "category", "", "host name, or null"),
+    Column("gpu", "int64", "", "number of the GPU in the log; in a run: as in KERNELS"),
+    Column("clock_mhz", "float64", "MHz", "engine clock, mean over compute dies"),
+    Column("memory_clock_mhz", "float64", "MHz", "memory clock"),
+    Column("power_w", "float64", "W", "power of the package"),
+    Column("energy_j", "float64", "J", "energy since an arbitrary zero, wraps undone"),
+    Column("temperature_c", "float64", "°C", "hottest spot of the GPU, else its only sensor"),
+    Column("memory_temperature_c", "float64", "°C", "memory"),
+    Column("activity_pct", "float64", "%", "share of time in which any kernel ran, as the driver counts"),
+    Column("memory_activity_pct", "float64", "%", "use of memory, as the driver counts"),
+    Column("sm_activity_pct", "float64", "%", "share of compute units that had work"),
+    Column("sm_occupancy_pct", "float64", "%", "occupancy of compute units"),
+    Column("tensor_activity_pct", "float64", "%", "share of time of the matrix pipes"),
+    Column("clock_limit_mhz", "float64", "MHz", "highest engine clock of the device"),
+    Column("power_limit_w", "float64", "W", "power cap in force"),
+    Column("throttle", "category", "", "reason:percent of time since the previous sample; none; null: unknown"),
+)
+
+TELEMETRY_GPUS: Table = (
+    Column("host", "category", "", "host name, or null"),
+    Column("gpu", "int64", "", "number of the GPU in the log"),
+    Column("name", "category", "", "device name, or null"),
+    Column("pci_address", "category", "", "0000:c1:00.0, or null"),
+    Column("source", "category", "", "amdsmi, nvml, sysfs, simulated, or the format of a foreign log"),
+    Column("power_of", "int64", "", "another GPU whose power reading includes this one (dies of one module), else -1"),
+)
+
+CPU: Table = (
+    Column("t_ns", "int64", "ns", "end of the interval, since the epoch"),
+    Column("monotonic_ns", "int64", "ns", "the same on CLOCK_MONOTONIC of the host, else -1"),
+    Column("host", "category", "", "host name, or null"),
+    Column("cpu", "int64", "", "logical CPU; only busy ones have rows, -1 stands for a sample in which none was busy"),
+    Column("busy_pct", "float64", "%", "share of the time since the previous sample"),
+    Column("clock_mhz", "float64", "MHz", "clock, where it was read"),
+    Column("threads", "float64", "", "threads of the training that ran there last, where they were counted"),
+)
+
+CPU_CORES: Table = (
+    Column("host", "category", "", "host name, or null"),
+    Column("cpu", "int64", "", "logical CPU"),
+    Column("core", "int64", "", "physical core, numbered from 0; SMT siblings share one"),
+)
+
+CLOCKS: Table = (
+    Column("host", "category", "", "host name, or null"),
+    Column("session", "int64", "", "sampler that wrote it, from 0 within a log; -1: a sidecar"),
+    Column("realtime_ns", "int64", "ns", "CLOCK_REALTIME"),
+    Column("monotonic_ns", "int64", "ns", "CLOCK_MONOTONIC at the same moment"),
+    Column("boottime_ns", "int64", "ns", "CLOCK_BOOTTIME at the same moment, else -1"),
+    Column("uncertainty_ns", "int64", "ns", "the readings lie within this of each other"),
+)
+
+
 @dataclass
 class Trace:
     """One trace file as tables: what a reader yields.
@@ -191,6 +250,21 @@ class Trace:
     complete: bool = True
 
 
+@dataclass
+class TelemetryLog:
+    """One log of clocks, power and CPU use as tables: what a telemetry reader yields. `times` says where its times
+    come from: monotonic (with clock pairs), epoch, local (a time zone was applied), anchored."""
+
+    path: Path
+    samples: pd.DataFrame
+    gpus: pd.DataFrame
+    cpu: pd.DataFrame
+    cores: pd.DataFrame
+    clocks: pd.DataFrame
+    times: str
+    findings: list[Finding] = field(default_factory=list)
+
+
 def empty(table: Table) -> pd.DataFrame:
     """A table of no rows with the right columns."""
     return pd.DataFrame({c.name: _series(c, []) for c in table})
@@ -206,6 +280,20 @@ def conform(frame: pd.DataFrame, table: Table) -> pd.DataFrame:
         else:
             data[c.name] = _series(c, [_NULL[c.dtype]] * len(frame)).set_axis(frame.index)
     return pd.DataFrame(data, index=frame.index)
+
+
+def concat(frames: Sequence[pd.DataFrame], table: Table) -> pd.DataFrame:
+    """One frame of all, categoricals kept categorical."""
+    if not frames:
+        return empty(table)
+    data: dict[str, Any] = {}
+    for c in table:
+        columns = [f[c.name] for f in frames]
+        if c.dtype == "category":
+            data[c.name] = union_categoricals(columns, ignore_order=True)
+        else:
+            data[c.name] = pd.concat(columns, ignore_index=True)
+    return pd.DataFrame(data)
 
 
 _NULL: dict[str, Any] = {

@@ -11,7 +11,7 @@ backward nodes to the forward operators they belong to. The rules in plain words
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,20 +30,15 @@ from tb_chopper.backend.findings import Finding
 EXTERNAL_ID = "external id"
 GRAPH = "graph replay"
 LAUNCH_ONLY = "launch call only"
+ISSUE_ORDER = "issue order"
 TIME = "time"
+NOTHING = "nothing"
 BEFORE = "no launch in capture"
 
 METRIC_COLUMNS = ("overlap_ns", "prep_ns", "call_ns", "call_under_communication_ns", "graph_ns", "unattributed_ns")
 CALLER_COLUMNS = ("gpu", "worker", "span", "capture")
 KERNELS = tuple(c for c in schema.KERNELS if c.name not in (*METRIC_COLUMNS, *CALLER_COLUMNS))
 """Columns of `Attributed.kernels`: schema.KERNELS without those that metrics and the run fill in."""
-
-
-@dataclass(frozen=True)
-class Settings:
-    """`communication`: regular expressions of communication kernels beyond the known ones."""
-
-    communication: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -55,22 +50,27 @@ class Attributed:
     findings: list[Finding]
 
 
-def attribute(trace: schema.Trace, sidecar: dict[str, Any] | None = None, settings: Settings | None = None) -> Attributed:
-    """Attribute every device row of a trace; nothing is dropped, what is unknown is a named group."""
-    settings = settings or Settings()
+def attribute(trace: schema.Trace, sidecar: Mapping[str, Any] | None = None,
+              communication: Sequence[str] = ()) -> Attributed:
+    """Attribute every device row of a trace; nothing is dropped, what is unknown is a named group.
+
+    `sidecar`: as in torch_ext.sidecar. `communication`: regular expressions of communication kernels beyond the
+    known ones.
+    """
     found = scopes.build(trace.host)
     device_rows, findings = rows.of_trace(trace, found)
     windows, step_findings = steps.find(trace.host, found)
-    kernels = _kernels(trace.host, found, device_rows, windows, settings)
+    kernels = _kernels(trace.host, found, device_rows, windows, communication)
     return Attributed(kernels, steps.table(windows, kernels), findings + step_findings)
 
 
-def _kernels(host: pd.DataFrame, found: Scopes, row: Rows, windows: Windows, settings: Settings) -> pd.DataFrame:
+def _kernels(host: pd.DataFrame, found: Scopes, row: Rows, windows: Windows,
+             communication: Sequence[str]) -> pd.DataFrame:
     device = row.device
     cpu_op, launch_name = _take(host["name"], row.operator), _take(host["name"], row.launch)
-    kind = standin.kinds(device["name"]) if row.is_standin else pd.Series(pd.Categorical.from_codes(
-        classify.kernel_kinds(device["name"], device["activity"], device["collective"], settings.communication),
-        list(schema.KINDS)))
+    kinds = standin.kinds(device["name"]) if (device["activity"] == standin.ACTIVITY).any() else \
+        classify.kernel_kinds(device["name"], device["activity"], device["collective"], communication)
+    kind = pd.Series(pd.Categorical.from_codes(kinds, pd.Index(schema.KINDS)))
     is_compute = (kind == "compute").to_numpy()
     types = classify.op_types(device["name"], pd.Series(cpu_op))
     place = places.find(found, row.node, row.time_ns, types)
@@ -79,13 +79,14 @@ def _kernels(host: pd.DataFrame, found: Scopes, row: Rows, windows: Windows, set
         "start_ns": device["start_ns"], "end_ns": device["end_ns"], "raw_end_ns": device["raw_end_ns"],
         "activity": device["activity"], "stream": device["stream"], "device": device["device"],
         "correlation": device["correlation"],
-        "launch_ns": _take_times(host["start_ns"], row.launch), "launch_end_ns": _take_times(host["end_ns"], row.launch),
+        "launch_ns": _take_times(host["start_ns"], row.launch),
+        "launch_end_ns": _take_times(host["end_ns"], row.launch),
         "launch_name": launch_name,
         "step": _steps(row, windows),
-        "phase": pd.Categorical.from_codes(place.phase, list(schema.PHASES)),
+        "phase": pd.Categorical.from_codes(place.phase, pd.Index(schema.PHASES)),
         "layer": place.layer,
         "operation": _operation(row, place, (kind == "communication").to_numpy(), cpu_op, launch_name),
-        "op_type": pd.Categorical.from_codes(np.where(is_compute, types, -1), list(schema.OP_TYPES)),
+        "op_type": pd.Categorical.from_codes(np.where(is_compute, types, -1), pd.Index(schema.OP_TYPES)),
         "cpu_op": cpu_op, "op_id": row.operator, "op_args": _take(host["args"], row.operator),
         "recompute": place.recompute,
         "attributed_by": _how(row, place, launch_name),
@@ -125,6 +126,8 @@ def _how(row: Rows, place: Places, launch_name: pd.Categorical) -> pd.Categorica
     how[(row.launch >= 0) & (row.node < 0)] = LAUNCH_ONLY
     how[_is_graph(launch_name)] = GRAPH
     how[row.by_external_id] = EXTERNAL_ID
+    how[row.by_issue & (row.node >= 0)] = ISSUE_ORDER
+    how[(how == "") | (how == None)] = NOTHING  # noqa: E711
     how[row.is_lost] = TIME
     how[~row.is_timed & ~row.is_lost] = BEFORE
     return pd.Categorical(how)

@@ -20,7 +20,7 @@ class Autograd:
 
     `forward`: tree node of the forward operator, -1 where unknown. `has_seq`: the trace says which forward
     operator it was (it may have run before the capture). Between `recompute_start_ns` and `recompute_end_ns` the
-    node repeats forward work (empty where it does not).
+    node repeats forward work (empty where it does not). `threads`: those that run nothing but backward.
     """
 
     node: Index
@@ -29,6 +29,7 @@ class Autograd:
     has_seq: Mask
     recompute_start_ns: Int
     recompute_end_ns: Int
+    threads: Int
 
     def index(self, nodes: Index) -> Index:
         """Position in `node` of each tree node; -1 for -1."""
@@ -50,8 +51,11 @@ def find(scopes: Scopes) -> Autograd:
     seq, logical = _keys(scopes, node, is_root)
     is_forward = scopes.is_role(Role.OP, Role.WRAPPER) & (scopes.seq >= 0) & (scopes.fwd_thread <= 0)
     forward = _link(scopes, node, seq, logical, np.flatnonzero(is_forward))
-    start, end = _recompute(scopes, node, is_root, is_forward)
-    return Autograd(node, is_root, forward, seq >= 0, start, end)
+    inside = np.flatnonzero(is_forward | scopes.is_role(Role.MODULE, Role.FRAME))
+    around = scopes.tree.nearest(inside, is_root)
+    start, end = _recompute(scopes, node, inside[around >= 0], np.searchsorted(node, around[around >= 0]))
+    threads = np.setdiff1d(scopes.tree.thread[node], scopes.tree.thread[inside[around < 0]])
+    return Autograd(node, is_root, forward, seq >= 0, start, end, threads)
 
 
 def _keys(scopes: Scopes, node: Index, is_root: Mask) -> tuple[Int, Int]:
@@ -93,19 +97,16 @@ def _link(scopes: Scopes, node: Index, seq: Int, logical: Int, forward: Index) -
     return linked
 
 
-def _recompute(scopes: Scopes, node: Index, is_root: Mask, is_forward: Mask) -> tuple[Int, Int]:
+def _recompute(scopes: Scopes, node: Index, inside: Index, root: Index) -> tuple[Int, Int]:
     """Span of the repeated forward in each root (activation checkpointing); empty where there is none.
 
-    It must hold a module's scope or a forward matrix product, attention or convolution with a number of its own:
-    gradient hooks, too, run a few operators that autograd records.
+    `inside`: forward operators and modules that run in a root, `root`: which. Among them must be a module or a
+    matrix product, attention or convolution: gradient hooks, too, run a few operators that autograd records.
     """
     start, end = np.zeros(len(node), np.int64), np.zeros(len(node), np.int64)
-    is_module = scopes.is_role(Role.MODULE, Role.FRAME)
-    inside = np.flatnonzero(is_forward | is_module)
-    root = scopes.tree.nearest(inside, is_root)
-    inside, root = inside[root >= 0], np.searchsorted(node, root[root >= 0])
     if len(inside) == 0:
         return start, end
+    is_module = scopes.is_role(Role.MODULE, Role.FRAME)
     heavy = np.asarray([bool(_HEAVY.search(m.label)) for m in scopes.meanings])[scopes.meaning]
     proven = np.zeros(len(node), bool)
     proven[root[is_module[inside] | heavy[inside]]] = True

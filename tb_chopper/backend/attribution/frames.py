@@ -7,67 +7,103 @@ is the same from layer to layer is the position: the k-th frame of its class ins
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tb_chopper.backend.attribution.names import Role
 from tb_chopper.backend.attribution.scopes import Scopes
-from tb_chopper.backend.attribution.tree import Index
+from tb_chopper.backend.attribution.tree import Index, take
 
 _NOT_A_SCOPE = -2
 
 
 def layers(scopes: Scopes, index: dict[str, int]) -> NDArray[np.intp]:
-    """Layer code per node: outermost frames of which the frame around them holds several of one class."""
+    """Layer code per node: outermost frames that hold others and stand beside frames of their class.
+
+    In backward, checkpointing calls modules again without the frames around them; those take the layer that they
+    have in forward.
+    """
     code = np.full(len(scopes.role), _NOT_A_SCOPE, np.intp)
-    frame, outer = _frames(scopes)
-    if len(frame) == 0:
-        return code
-    label = [m.label if m.role == Role.FRAME else "" for m in scopes.meanings]
-    cls = np.asarray([re.sub(r"_\d+$", "", name) for name in label], object)
-    siblings: dict[tuple[int, str], set[int]] = {}
-    for f, o in zip(scopes.meaning[frame], np.where(outer >= 0, scopes.meaning[outer], -1), strict=True):
-        siblings.setdefault((int(o), cls[f]), set()).add(int(f))
-    repeated = {f for group in siblings.values() if len(group) > 1 for f in group}
-    is_repeated = np.asarray([i in repeated for i in range(len(label))])
-    candidate = np.zeros(len(scopes.role), bool)
-    candidate[frame] = is_repeated[scopes.meaning[frame]]
-    chosen = frame[candidate[frame]]
-    chosen = chosen[scopes.tree.nearest(scopes.tree.parent[chosen], candidate) < 0]
-    for node in chosen:
-        code[node] = index.setdefault(label[scopes.meaning[node]], len(index))
+    module = _Modules.of(scopes)
+    layer_of = module.layers()
+    for node in np.flatnonzero((scopes.role == Role.FRAME)
+                               & np.isin(scopes.meaning, [m for m, layer in layer_of.items() if layer == m])):
+        code[node] = index.setdefault(module.label[scopes.meaning[node]], len(index))
+    for node in module.frame[module.outer < 0]:
+        layer = layer_of.get(int(scopes.meaning[node]))
+        if layer is not None:
+            code[node] = index.setdefault(module.label[layer], len(index))
     return code
-
-
-def _frames(scopes: Scopes) -> tuple[Index, Index]:
-    """All frames, and the closest frame around each (-1 where none)."""
-    is_frame = scopes.role == Role.FRAME
-    frame = np.flatnonzero(is_frame)
-    return frame, scopes.tree.nearest(scopes.tree.parent[frame], is_frame)
 
 
 def paths(scopes: Scopes, layer_code: NDArray[np.intp]) -> tuple[Index, list[str]]:
     """Per node the position of its path in the list, -1 for other nodes: the classes from below the layer (or the
     outermost frame) down to the frame, numbered where the frame around holds several of the class."""
     position = np.full(len(scopes.role), -1, np.intp)
-    frame, outer = _frames(scopes)
-    label = [m.label for m in scopes.meanings]
-    ordinal: dict[tuple[int, str], dict[int, int]] = {}
-    for f, o in zip(scopes.meaning[frame], np.where(outer >= 0, scopes.meaning[outer], -1), strict=True):
-        group = ordinal.setdefault((int(o), re.sub(r"_\d+$", "", label[f])), {})
-        group.setdefault(int(f), len(group))
+    module = _Modules.of(scopes)
     index: dict[str, int] = {}
     path_of: dict[int, str] = {}
-    for node, above in zip(frame.tolist(), outer.tolist(), strict=True):
-        if layer_code[node] >= 0 or above < 0:
+    usual: dict[int, str] = {}
+    for node, above in zip(module.frame.tolist(), module.outer.tolist(), strict=True):
+        mine = int(scopes.meaning[node])
+        if above < 0:
+            path = usual.get(mine, "")
+        elif layer_code[node] >= 0:
             path = ""
         else:
-            mine, around = int(scopes.meaning[node]), int(scopes.meaning[above])
-            name = re.sub(r"_\d+$", "", label[mine])
-            group = ordinal[around, name]
-            name = f"{name}_{group[mine]}" if len(group) > 1 else name
-            path = f"{path_of[above]}.{name}".lstrip(".")
+            path = f"{path_of[above]}.{module.name_within(mine, int(scopes.meaning[above]))}".lstrip(".")
+        usual.setdefault(mine, path)
         path_of[node] = path
         position[node] = index.setdefault(path, len(index))
     return position, list(index)
+
+
+@dataclass(frozen=True)
+class _Modules:
+    """Frames (nodes), the frame around each (-1: none), and per meaning: its label and its class, and in
+    `inside` for each module the modules called in it, by class, in order of first call."""
+
+    frame: Index
+    outer: Index
+    label: list[str]
+    cls: list[str]
+    inside: dict[int, dict[str, dict[int, int]]]
+
+    @classmethod
+    def of(cls, scopes: Scopes) -> _Modules:
+        is_frame = scopes.role == Role.FRAME
+        frame = np.flatnonzero(is_frame)
+        outer = scopes.tree.nearest(scopes.tree.parent[frame], is_frame)
+        label = [m.label for m in scopes.meanings]
+        classes = [re.sub(r"_\d+$", "", name) for name in label]
+        inside: dict[int, dict[str, dict[int, int]]] = {}
+        pairs = np.stack((take(scopes.meaning, outer), scopes.meaning[frame]), axis=1)
+        _, first = np.unique(pairs, axis=0, return_index=True)
+        for above, mine in pairs[np.sort(first)].tolist():
+            if above >= 0:
+                group = inside.setdefault(above, {}).setdefault(classes[mine], {})
+                group.setdefault(mine, len(group))
+        return cls(frame, outer, label, classes, inside)
+
+    def layers(self) -> dict[int, int]:
+        """Layer of each module (meaning ids) that is one or lies in one."""
+        layer: dict[int, int] = {}
+        inner = {m for groups in self.inside.values() for group in groups.values() for m in group}
+        waiting: list[tuple[int, int | None]] = [(top, None) for top in self.inside if top not in inner]
+        while waiting:
+            module, around = waiting.pop()
+            for group in self.inside.get(module, {}).values():
+                holds = [m for m in group if m in self.inside]
+                for m in group:
+                    own = around if around is not None else m if len(holds) > 1 and m in self.inside else None
+                    if own is not None:
+                        layer.setdefault(m, own)
+                    waiting.append((m, own))
+        return layer
+
+    def name_within(self, module: int, around: int) -> str:
+        """Class of a module, numbered where `around` holds several of that class."""
+        group = self.inside[around][self.cls[module]]
+        return f"{self.cls[module]}_{group[module]}" if len(group) > 1 else self.cls[module]

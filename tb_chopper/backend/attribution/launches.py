@@ -57,26 +57,33 @@ def lost_launch(device: pd.DataFrame, launched: Mask) -> Mask:
 
 
 def calls(host: pd.DataFrame) -> Index:
-    """HOST rows of the runtime calls that put work on a device."""
+    """HOST rows of the runtime calls that put kernels or graphs on a device."""
     is_launch = np.asarray([bool(_LAUNCH.search(n)) for n in host["name"].cat.categories], bool)
-    if not len(host):
+    if not is_launch.any():
         return np.empty(0, np.intp)
-    return np.flatnonzero((host["kind"] == "runtime").to_numpy() & is_launch[host["name"].cat.codes.to_numpy()])
+    is_call = (host["kind"] == "runtime").to_numpy() & (host["correlation"].to_numpy() >= 0)
+    return np.flatnonzero(is_call & is_launch[host["name"].cat.codes.to_numpy()])
 
 
 _LAUNCH = re.compile(r"^(cuda|cu|hip)(Ext)?(Module)?(Launch|GraphLaunch)")
 
 
-def without_row(host: pd.DataFrame, launch_calls: Index, used: Index) -> list[Finding]:
+def without_row(launch_calls: Index, used: Index) -> list[Finding]:
     """A finding if launch calls (HOST rows) have no device row; `used` holds the launch row of each device row."""
-    lost = np.setdiff1d(launch_calls, used)
-    lost = lost[host["correlation"].to_numpy()[lost] >= 0]
+    lost = lost_calls(launch_calls, used)
     if len(lost) == 0:
         return []
     share = len(lost) / len(launch_calls)
     return [Finding("launches_without_kernel", "warning" if share > _FEW else "info",
                     f"{len(lost)} of {len(launch_calls)} launch calls have no kernel: it was lost, or still waiting "
                     "when the capture stopped", len(lost))]
+
+
+def lost_calls(launch_calls: Index, used: Index) -> Index:
+    """Launch calls that no device row came from."""
+    is_used = np.zeros(max(launch_calls.max(initial=-1), used.max(initial=-1)) + 1, bool)
+    is_used[used[used >= 0]] = True
+    return launch_calls[~is_used[launch_calls]]
 
 
 _FEW = 0.05

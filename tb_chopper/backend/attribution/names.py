@@ -54,7 +54,7 @@ def of_operator(name: str) -> Meaning:
     if _GRAD_FN.search(name):
         return Meaning(Role.GRAD_FN, name.removeprefix("torch::autograd::"), BACKWARD)
     if _WRAPPER_OP.search(name):
-        return Meaning(Role.WRAPPER, name)
+        return Meaning(Role.WRAPPER, name, BACKWARD if _REDUCER.search(name) else NO_PHASE)
     if _OLD_SCOPE.search(name):
         return of_annotation(name)
     return Meaning(Role.OP, _OVERLOAD.sub(r"\1", name), BACKWARD if _REDUCER.search(name) else NO_PHASE)
@@ -96,9 +96,10 @@ _OLD_SCOPE = re.compile(
     r"^(ProfilerStep#|Optimizer\.|enumerate\(DataLoader\)|DistributedDataParallel\.|FullyShardedDataParallel\.|FSDP::)")
 _OVERLOAD = re.compile(r"^(\w+::\w+)\.\w+$")
 
-_WRAPPERS = re.compile(r"^## Call CompiledFxGraph|\(dynamo_timed\)$|^DistributedDataParallel\.forward$")
+_WRAPPERS = re.compile(
+    r"^## Call CompiledFxGraph|\(dynamo_timed\)$|^DistributedDataParallel\.forward$|^execute_\w*(context|model)")
 _FSDP2_BACKWARD = re.compile(r"^(pre_backward|backward_prefetch|post_backward|root_post_backward)")
-_TITAN_KINDS_NOT = ("FSDP", "PP", "aten", "c10d", "nccl", "gloo", "torch", "autograd")
+_NOT_MODULES = ("FSDP", "PP", "aten", "c10d", "nccl", "gloo", "torch", "autograd")
 
 
 def _fsdp2(match: re.Match[str]) -> Meaning:
@@ -117,16 +118,16 @@ def _wrapper(phase: int = NO_PHASE) -> Callable[[re.Match[str]], Meaning]:
 
 
 def _module(match: re.Match[str]) -> Meaning:
-    if match["kind"] in _TITAN_KINDS_NOT:
+    if match["kind"] in _NOT_MODULES:
         return Meaning(Role.SCOPE, match[0])
     return Meaning(Role.MODULE, match["fqn"], fqn=match["fqn"])
 
 
 _ANNOTATIONS: list[tuple[re.Pattern[str], Callable[[re.Match[str]], Meaning]]] = [
-    (re.compile(r"^(ProfilerStep#|Iteration_?)\d+$|^(## )?step\b.*|^torch_titan step.*"), 
+    (re.compile(r"^(ProfilerStep#|Iteration_?)\d+$|^(## )?step\b.*|^torch_titan step.*"),
      lambda m: Meaning(Role.STEP, m[0])),
     (re.compile(r"^Layer_?\d+$"), lambda m: Meaning(Role.LAYER, m[0])),
-    (re.compile(r"^Optimizer\.(?P<call>step|zero_grad)#(?P<label>.*)$"),
+    (re.compile(r"^Optimizer\.(?:step|zero_grad)#(?P<label>.*)$"),
      lambda m: Meaning(Role.OPTIMIZER, m["label"], OPTIMIZER)),
     (re.compile(r"^(opt_\w+|b_ga|b_ar)$"), lambda m: Meaning(Role.SCOPE, m[0], OPTIMIZER)),
     (re.compile(r"^(##\s*)?(optimizer|optim|zero_grad|optimizer_step|clip_grad\w*)(\s*##)?$"),

@@ -88,7 +88,8 @@ def _mixed(scopes: Scopes, text: Index, texts: Sequence[str], scope_id: Index, o
     for scope, group in rows.groupby("scope"):
         gemm, attention = ((group["type"] == t).any() for t in (classify.GEMM, classify.ATTENTION))
         many = group["operator"].nunique() >= _MANY_OPERATORS
-        result[int(scope)] = texts[int(scope)] not in fixed and bool((gemm and attention) or ((gemm or attention) and many))
+        mixed = bool((gemm and attention) or ((gemm or attention) and many))
+        result[int(scope)] = mixed and texts[int(scope)] not in fixed
     return result
 
 
@@ -97,16 +98,15 @@ def collectives(device: pd.DataFrame, operator: pd.Series, scope_label: pd.Serie
 
     `operator` and `scope_label` (FSDP2 scopes only): strings or null, on the index of `device`.
     """
-    keys = pd.DataFrame({
-        "collective": device["collective"].astype(object), "operator": operator, "name": device["name"].astype(object),
-        "group": device["group_desc"].astype(object).where(
-            ~device["group_desc"].isin(["", "undefined"]) & device["group_desc"].notna(), device["group"].astype(object)),
-        "scope": scope_label})
+    described = device["group_desc"].astype(object)
+    group = described.where(described.notna() & ~described.isin(["", "undefined"]), device["group"].astype(object))
+    keys = pd.DataFrame({"collective": device["collective"].astype(object), "operator": operator,
+                         "name": device["name"].astype(object), "group": group, "scope": scope_label})
     distinct = keys.drop_duplicates()
     label = []
     for row in distinct.itertuples(index=False):
-        found = next((c for c in map(names.collective, filter(_is_text, (row.collective, row.operator, row.name))) if c),
-                     "communication")
+        sources = filter(_is_text, (row.collective, row.operator, row.name))
+        found = next(filter(None, map(names.collective, sources)), "communication")
         group = f" ({row.group})" if _is_text(row.group) and row.group else ""
         label.append(row.scope if _is_text(row.scope) else f"{found}{group}")
     return keys.merge(distinct.assign(label=label), how="left").set_axis(keys.index)["label"]

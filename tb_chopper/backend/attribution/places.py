@@ -81,18 +81,36 @@ def find(scopes: Scopes, node: Index, time_ns: Int, types: NDArray[np.int8]) -> 
     fsdp = nearest(node, scopes.role == Role.FSDP2)
     labels = pd.Categorical([m.label for m in scopes.meanings])
     return Places(
-        _phases(scopes, node), pd.Categorical.from_codes(np.maximum(code, -1), layer.names),
+        _phases(scopes, node, time_ns, grad), pd.Categorical.from_codes(np.maximum(code, -1), pd.Index(layer.names, dtype=object)),
         operations.name(scopes, layer, scope, operator, types),
-        labels.take(np.where(fsdp >= 0, scopes.meaning[fsdp], -1), allow_fill=True) if len(labels) else labels,
+        pd.Categorical.from_codes(take(labels.codes, take(scopes.meaning, fsdp)), labels.categories),
         recompute, how)
 
 
-def _phases(scopes: Scopes, node: Index) -> NDArray[np.int8]:
-    """Phase by the closest scope that tells one; forward where none does; other outside every scope."""
+def _phases(scopes: Scopes, node: Index, time_ns: Int, grad: Autograd) -> NDArray[np.int8]:
+    """Phase by the closest scope that tells one; other outside every scope. Where no scope tells, forward, but
+    optimizer between the last backward node and the optimizer's step (the gradients are clipped and scaled there),
+    and backward on threads that run nothing else (hooks that copy gradients).
+    """
     phase = scopes.by_meaning(np.asarray([m.phase for m in scopes.meanings], np.int8))
     marker = scopes.tree.nearest(node, phase != names.NO_PHASE)
-    known = np.where(marker >= 0, take(phase, marker), names.FORWARD)
-    return np.where(node >= 0, known, names.OTHER).astype(np.int8)
+    told = take(phase, marker)
+    is_step = scopes.by_meaning(np.asarray([m.role == Role.OPTIMIZER and "step" in m.label for m in scopes.meanings]))
+    backward, update = (np.sort(scopes.tree.start_ns[at]) for at in (grad.node, np.flatnonzero(is_step)))
+    module = scopes.tree.nearest(node, scopes.is_role(Role.MODULE, Role.FRAME, Role.BRACKET, Role.FSDP1_FORWARD))
+    free = (node >= 0) & (marker < 0) & (module < 0)
+    tail = free & (_next(update, time_ns) < _next(backward, time_ns)) & (time_ns > backward.min(initial=_NEVER))
+    hook = free & np.isin(take(scopes.tree.thread, node), grad.threads)
+    untold = np.select([node < 0, hook, tail], [names.OTHER, names.BACKWARD, names.OPTIMIZER], names.FORWARD)
+    return np.where(marker >= 0, told, untold).astype(np.int8)
+
+
+_NEVER = np.iinfo(np.int64).max
+
+
+def _next(times: Int, after: Int) -> Int:
+    """The first of the sorted `times` not before each of `after`."""
+    return np.append(times, _NEVER)[np.searchsorted(times, after)]
 
 
 def _layers_of_roots(scopes: Scopes, grad: Autograd, layer: Layers) -> tuple[Index, Mask]:

@@ -21,6 +21,7 @@ class Rows:
     `launch`: HOST row of the launch call, -1 unknown. `node`: innermost host scope around it, -1 none. `operator`:
     HOST row of the innermost operator, -1 none. `time_ns`: when the host asked for the row; only valid where
     `is_timed`. `by_external_id`: found by External id. `is_lost`: no launch record although launched in the capture.
+    `by_issue`: asynchronous collective of a CPU profile, found by the order of issue.
     """
 
     device: pd.DataFrame
@@ -31,7 +32,7 @@ class Rows:
     is_timed: Mask
     by_external_id: Mask
     is_lost: Mask
-    is_standin: bool
+    by_issue: Mask
 
 
 def of_trace(trace: schema.Trace, scopes: Scopes) -> tuple[Rows, list[Finding]]:
@@ -39,7 +40,7 @@ def of_trace(trace: schema.Trace, scopes: Scopes) -> tuple[Rows, list[Finding]]:
     launch_calls = launches.calls(trace.host)
     if len(trace.device):
         rows = _of_device(trace.device, trace.host, scopes)
-        return rows, launches.without_row(trace.host, launch_calls, rows.launch)
+        return rows, launches.without_row(launch_calls, rows.launch)
     if len(launch_calls):
         finding = Finding("no_gpu_events", "error", f"no GPU events in this trace although {len(launch_calls)} launch "
                           "calls are: the profiler lost them; record again, with a warm-up step", len(launch_calls))
@@ -65,18 +66,16 @@ def _of_device(device: pd.DataFrame, host: pd.DataFrame, scopes: Scopes) -> Rows
     time[unknown] = scopes.tree.start_ns[node[unknown]]
     is_timed = (launch >= 0) | by_external_id
     return Rows(device, launch, node, _innermost_operator(scopes, node), time, is_timed, by_external_id,
-                launches.lost_launch(device, is_timed), False)
+                launches.lost_launch(device, is_timed), np.zeros(len(device), bool))
 
 
 def _of_host(device: pd.DataFrame, host_rows: Index, host: pd.DataFrame, scopes: Scopes) -> Rows:
-    node = scopes.node_of_row[host_rows]
-    time = host["start_ns"].to_numpy()[host_rows]
-    elsewhere = np.flatnonzero(node < 0)  # asynchronous collectives: the scope that issued them
-    node[elsewhere] = scopes.tree.locate(host["thread"].to_numpy()[host_rows[elsewhere]].astype(np.int64),
-                                         time[elsewhere])
+    start = host["start_ns"].to_numpy()
+    issued = standin.issued_by(host, host_rows)
+    node, time = take(scopes.node_of_row, issued), np.where(issued >= 0, start[issued], start[host_rows])
     none = np.zeros(len(device), bool)
     return Rows(device, np.full(len(device), -1, np.intp), node, _innermost_operator(scopes, node), time,
-                ~none, none, none, True)
+                ~none, none, none, issued != host_rows)
 
 
 def _innermost_operator(scopes: Scopes, node: Index) -> Index:

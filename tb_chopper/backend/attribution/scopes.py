@@ -22,8 +22,8 @@ begin when a collective is issued and end when it is complete, across everything
 
 @dataclass(frozen=True)
 class Scopes:
-    """`tree` over host events and FSDP2 brackets. `is_operator`: recorded as one, whatever its role. Arrays are indexed by node, except `meanings` (by meaning id)
-    and `node_of_row` (by HOST row; -1 for rows that do not nest)."""
+    """`tree` over host events and FSDP2 brackets. Arrays are indexed by node, except `meanings` (by meaning id) and
+    `node_of_row` (by HOST row; -1 for rows that do not nest). `is_operator`: recorded as one, whatever its role."""
 
     tree: Tree
     host_row: Index
@@ -98,7 +98,7 @@ def _brackets(meanings: list[Meaning], ids: Index, thread: Int, start_ns: Int, e
     """
     fqns = sorted({m.fqn for m in meanings if m.role == Role.FSDP2 and m.fqn})
     edge = np.asarray([_EDGES.get(m.label, 0) if m.role == Role.FSDP2 and m.fqn else 0 for m in meanings], np.int8)
-    module = np.asarray([fqns.index(m.fqn) if e and m.fqn else -1 for m, e in zip(meanings, edge, strict=True)], np.intp)
+    module = np.asarray([fqns.index(m.fqn) if m.fqn in fqns else -1 for m in meanings], np.intp)
     at = np.flatnonzero(edge[ids]) if len(meanings) else np.empty(0, np.intp)
     at = at[np.lexsort((start_ns[at], module[ids[at]], thread[at]))]
     first, second = at[:-1], at[1:]

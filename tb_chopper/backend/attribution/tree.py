@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,9 +16,9 @@ SLACK_NS = 2
 """How far a child may reach out of its parent: clocks of different records are rounded differently."""
 
 
-def take(values: NDArray, index: Index, missing: object = None) -> NDArray:
-    """`values[index]`; where the index is -1: `missing`, by default -1, or False of masks."""
-    missing = (False if values.dtype == bool else -1) if missing is None else missing
+def take(values: NDArray[Any], index: Index) -> NDArray[Any]:
+    """`values[index]`; where the index is -1: -1, or False of masks."""
+    missing = False if values.dtype == bool else -1
     if len(values) == 0:
         return np.full(len(index), missing, values.dtype)
     return np.where(index >= 0, values[index], missing)

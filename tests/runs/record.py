@@ -19,8 +19,11 @@ KINDS: dict[str, tuple[int, list[str]]] = {
 }
 """Name of a run -> processes, options of examples/train.py."""
 
-TINY = ["--layers", "4", "--width", "64", "--hidden", "176", "--heads", "4", "--kv-heads", "2", "--vocabulary", "256",
-        "--batch", "2", "--sequence", "32", "--wait", "1", "--warmup", "1", "--active", "2"]  # fmt: skip
+LAYERS, STEPS = 4, 2
+TINY = [
+    "--layers", str(LAYERS), "--width", "64", "--hidden", "176", "--heads", "4", "--kv-heads", "2",
+    "--vocabulary", "256", "--batch", "2", "--sequence", "32", "--wait", "1", "--warmup", "1", "--active", str(STEPS),
+]  # fmt: skip
 
 
 def record(kind: str, logdir: Path, *options: str, timeout_s: float = 300) -> Path:

@@ -161,12 +161,19 @@ def write(path: Path, sidecar: Sidecar) -> None:
 
 
 def read(path: Path) -> Sidecar:
-    """Read leniently: what is missing is null or empty, what has the wrong type is left out and told in `notes`,
-    what is not known is ignored. Raises ValueError (one line: file, place) when nothing can be used."""
+    """`parse` of a local file. Raises ValueError in one line when nothing can be used."""
     try:
-        content = json.loads(path.read_bytes())
+        raw = path.read_bytes()
     except OSError as error:
         raise ValueError(f"{path}: cannot be read: {error.strerror or error}") from error
+    return parse(raw, str(path))
+
+
+def parse(raw: bytes, path: str) -> Sidecar:
+    """Read leniently: what is missing is null or empty, what has the wrong type is left out and told in `notes`,
+    what is not known is ignored. Raises ValueError (one line: `path`, place) when nothing can be used."""
+    try:
+        content = json.loads(raw)
     except json.JSONDecodeError as error:
         raise ValueError(f"{path}: line {error.lineno} column {error.colno}: not JSON: {error.msg}") from error
     except (ValueError, RecursionError) as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +12,13 @@ import pandas as pd
 
 from tb_chopper.backend import cache, schema
 from tb_chopper.backend.attribution import attribute
+from tb_chopper.backend.errors import UnreadableFile
 from tb_chopper.backend.findings import Finding
+from tb_chopper.backend.logdir import File, TraceFile
 from tb_chopper.backend.metrics.launch import with_gaps
 from tb_chopper.backend.metrics.overlap import with_overlap
 from tb_chopper.backend.readers import kineto
+from tb_chopper.backend.readers.byte_stream import open_binary
 from torch_ext import sidecar as sidecars
 
 Progress = Callable[[float, str], None]
@@ -24,9 +27,9 @@ Progress = Callable[[float, str], None]
 
 @dataclass
 class Capture:
-    """One trace file as tables. `kernels.capture` numbers the devices of this file from 0; gpu is not set yet."""
+    """One trace file as tables. The run fills in what only it knows: gpu, and `capture` across files."""
 
-    path: Path
+    file: TraceFile
     kernels: pd.DataFrame
     steps: pd.DataFrame
     memory: pd.DataFrame
@@ -35,77 +38,78 @@ class Capture:
     findings: list[Finding] = field(default_factory=list)
     complete: bool = True
 
+    @property
+    def devices(self) -> list[str]:
+        """Device labels of the file, those of its kernels."""
+        return sorted(self.kernels["device"].dropna().unique())
 
-def load(path: Path, sidecar_path: Path | None = None, communication: Sequence[str] = (),
-         progress: Progress | None = None) -> Capture:
+    @property
+    def rank(self) -> int | None:
+        """From the trace, else from the sidecar, else from the file's name."""
+        for value in (*self._told("rank"), self.file.rank):
+            if isinstance(value, int) and not isinstance(value, bool):
+                return value
+        return None
+
+    @property
+    def world_size(self) -> int | None:
+        """From the trace, else from the sidecar."""
+        return next((v for v in self._told("world_size") if isinstance(v, int) and v > 0), None)
+
+    @property
+    def host(self) -> str | None:
+        """From the sidecar, else from the trace, else from a worker name of the form <host>_<pid>."""
+        named = self.sidecar.get("identity", {}).get("host") or self.meta.get("host_name")
+        match = re.fullmatch(r"(.+?)(?:_r\d+)?_\d+", self.file.worker)
+        return named or (match.group(1) if match else None)
+
+    def gpu_name(self, device: str) -> str | None:
+        """The device's name. On ROCm `device` is an HSA node id, so one that is not listed means little: then the
+        one name that all listed devices share stands for it."""
+        names = {str(p.get("id")): str(p.get("name") or "") for p in self.meta.get("deviceProperties") or []}
+        if names.get(device):
+            return names[device]
+        different = {n for n in names.values() if n}
+        return different.pop() if len(different) == 1 and device != "cpu" else None
+
+    def _told(self, key: str) -> tuple[Any, Any]:
+        return self.meta.get("distributedInfo", {}).get(key), self.sidecar.get("identity", {}).get(key)
+
+
+def load(file: TraceFile, communication: Sequence[str] = (), progress: Progress | None = None) -> Capture:
     """The tables of one trace file, from the cache where it is fresh.
 
     `communication`: regular expressions of further communication kernels. Raises UnreadableFile when nothing in
-    the file is of use.
+    the file is of use, FileNotFoundError when it is gone.
     """
-    sidecar, findings = _read_sidecar(sidecar_path)
-    key = repr((tuple(communication), sidecar_path and sidecar_path.stat().st_mtime_ns))
-    cached = cache.load(path, key)
+    sidecar, findings = _read_sidecar(file.sidecar)
+    key = repr((tuple(communication), file.sidecar and (file.sidecar.size, file.sidecar.mtime_ns)))
+    is_local = isinstance(file.path, Path)
+    cached = cache.load(Path(file.path), key) if is_local else None
     if cached is not None:
         frames, stored = cached
-        return Capture(path, frames["kernels"], frames["steps"], frames["memory"], stored["meta"], sidecar,
+        return Capture(file, frames["kernels"], frames["steps"], frames["memory"], stored["meta"], sidecar,
                        findings + [Finding(**f) for f in stored["findings"]], stored["complete"])
-    trace = kineto.read(path, progress)
+    trace = kineto.read(file.path, progress)
     attributed = attribute(trace, sidecar, communication)
-    found = [f.at(path.name) for f in (*trace.findings, *attributed.findings)]
-    kernels = with_gaps(with_overlap(_number_devices(attributed.kernels)))
-    capture = Capture(path, schema.conform(kernels, schema.KERNELS), attributed.steps, trace.memory, trace.meta, sidecar,
-                      findings + found, trace.complete)
-    cache.store(path, key, {"kernels": capture.kernels, "steps": capture.steps, "memory": capture.memory},
-                {"meta": capture.meta, "findings": [f.as_dict() for f in found], "complete": capture.complete})
+    codes, _ = pd.factorize(attributed.kernels["device"], sort=True)
+    kernels = with_gaps(with_overlap(attributed.kernels.assign(capture=codes.astype("int64"))))
+    found = [replace(f, file=file.path.name) for f in (*findings, *trace.findings, *attributed.findings)]
+    capture = Capture(file, schema.conform(kernels, schema.KERNELS), attributed.steps, trace.memory, trace.meta,
+                      sidecar, found, trace.complete)
+    if is_local:
+        cache.store(Path(file.path), key,
+                    {"kernels": capture.kernels, "steps": capture.steps, "memory": capture.memory},
+                    {"meta": capture.meta, "findings": [f.as_dict() for f in found[len(findings):]],
+                     "complete": capture.complete})
     return capture
 
 
-def _read_sidecar(path: Path | None) -> tuple[dict[str, Any], list[Finding]]:
-    if path is None:
+def _read_sidecar(file: File | None) -> tuple[dict[str, Any], list[Finding]]:
+    if file is None:
         return {}, []
     try:
-        return dict(sidecars.read(path)), []
-    except (OSError, ValueError) as error:
-        return {}, [Finding("unreadable_sidecar", "warning", f"{path.name} is left aside: {error}", file=path.name)]
-
-
-def _number_devices(kernels: pd.DataFrame) -> pd.DataFrame:
-    """Each device of a file is a capture of its own."""
-    codes, _ = pd.factorize(kernels["device"], sort=True)
-    return kernels.assign(capture=codes.astype("int64"))
-
-
-def gpu_name(device: str, properties: Sequence[dict[str, Any]]) -> str | None:
-    """The device's name. `device` is an HSA node id on ROCm, so an id that is not listed means little:
-
-    exact id, else the one name that all devices share, else the smallest listed id stands for the first device.
-    """
-    names = {str(p.get("id")): str(p.get("name") or "") for p in properties}
-    if names.get(device):
-        return names[device]
-    different = {n for n in names.values() if n}
-    return different.pop() if len(different) == 1 else None
-
-
-def rank_of(capture: Capture, hint: int | None) -> int | None:
-    """Rank from the trace, else from the sidecar, else from the file name."""
-    for value in (capture.meta.get("distributedInfo", {}).get("rank"), capture.sidecar.get("identity", {}).get("rank"), hint):
-        if isinstance(value, int) and not isinstance(value, bool):
-            return value
-    return None
-
-
-def world_size_of(capture: Capture) -> int | None:
-    """World size from the trace, else from the sidecar."""
-    for info in (capture.meta.get("distributedInfo", {}), capture.sidecar.get("identity", {})):
-        if isinstance(size := info.get("world_size"), int) and size > 0:
-            return size
-    return None
-
-
-def host_of(capture: Capture, worker: str) -> str | None:
-    """Host name from the sidecar, the trace, or a worker name of the form <host>_<pid>."""
-    named = capture.sidecar.get("identity", {}).get("host") or capture.meta.get("host_name")
-    match = re.fullmatch(r"(.+?)(?:_r\d+)?_\d+", worker)
-    return named or (match.group(1) if match else None)
+        with open_binary(file.path) as opened:
+            return dict(sidecars.parse(opened.read(), file.path.name)), []
+    except (OSError, ValueError, UnreadableFile) as error:
+        return {}, [Finding("unreadable_sidecar", "warning", f"the sidecar is left aside: {error}")]

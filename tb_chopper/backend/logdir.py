@@ -11,7 +11,10 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+from stat import S_ISREG
 from typing import Any
+
+from tb_chopper.backend.errors import NotFound
 
 TRACE_PATTERNS = [
     r"^(?P<worker>.*?)(?:\.(?P<span>\d+))?\.pt\.trace\.json(?:\.gz)?$",  # torch.profiler's handler, and ours
@@ -89,8 +92,8 @@ def find_runs(roots: str | Path | Mapping[str, str | Path]) -> list[RunFiles]:
     if isinstance(roots, Mapping):
         return [_renamed(run, prefix) for prefix, root in roots.items() for run in find_runs(root)]
     path = _path(roots)
-    if isinstance(path, Path) and path.is_file():
-        return [_single(path)]
+    if (named := _file(path)) is not None:
+        return [_single(named)]
     listing = _local(path) if isinstance(path, Path) else _remote(path)
     return [run for directory in sorted(listing) if (run := _run(path, directory, listing)) is not None]
 
@@ -121,22 +124,31 @@ def _renamed(run: RunFiles, prefix: str) -> RunFiles:
     return RunFiles(name, run.path, run.traces, run.telemetry, run.counters)
 
 
-def _single(path: Path) -> RunFiles:
-    file = _file(path)
-    if file is None:
-        return RunFiles(path.name, path.parent, ())
-    beside = {name: f for name in (_sidecar_name(path.name),) if (f := _file(path.parent / name))}
-    match = _match(path.name)
-    worker = match["worker"] if match else _STEM.sub("", path.name)
-    return RunFiles(path.name, path.parent, (_trace(file, worker, 0, beside),))
+def _single(file: File) -> RunFiles:
+    path, name = file.path, file.path.name
+    folder = path.parent if isinstance(path, Path) else Url(path[: -len(name) - 1])
+    sidecar_name = _sidecar_name(name)
+    sidecar = _file(_join(folder, sidecar_name))
+    match = _match(name)
+    worker = match["worker"] if match else _STEM.sub("", name)
+    return RunFiles(name, folder, (_trace(file, worker, 0, {sidecar_name: sidecar} if sidecar else {}),))
 
 
-def _file(path: Path) -> File | None:
+def _join(folder: Path | Url, name: str) -> Path | Url:
+    return Url(f"{folder}/{name}") if isinstance(folder, Url) else folder / name
+
+
+def _file(path: Path | Url) -> File | None:
+    """The file of this path, None for a directory and for what is not there."""
     try:
-        stat = path.stat()
+        if isinstance(path, Path):
+            stat = path.stat()
+            return File(path, stat.st_size, stat.st_mtime_ns) if S_ISREG(stat.st_mode) else None
+        fs, inner = _remote_store(path)
+        info = fs.info(inner)
     except OSError:
         return None
-    return File(path, stat.st_size, stat.st_mtime_ns)
+    return File(path, int(info.get("size") or 0), _mtime_ns(info)) if info.get("type") == "file" else None
 
 
 def _run(root: Path | Url, directory: str, listing: Listing) -> RunFiles | None:
@@ -155,7 +167,7 @@ def _run(root: Path | Url, directory: str, listing: Listing) -> RunFiles | None:
     counters = [
         f for other, own in listing.items() if other == below or other.startswith(f"{below}/") for f in own.values()]
     telemetry = [f for name, f in files.items() if name.endswith(TELEMETRY)]
-    path = root if directory == "." else Url(f"{root}/{directory}") if isinstance(root, Url) else root / directory
+    path = root if directory == "." else _join(root, directory)
     return RunFiles(directory, path, traces, _sorted(telemetry), _sorted(counters))
 
 
@@ -236,22 +248,32 @@ def _entries(directory: Path) -> list[os.DirEntry[str]]:
 
 
 def _remote(url: Url) -> Listing:
-    import fsspec
-
-    fs, root = fsspec.core.url_to_fs(str(url))
+    fs, root = _remote_store(url)
     listing: Listing = {}
     try:
         found: dict[str, dict[str, Any]] = fs.find(root, detail=True)
     except OSError:
         return listing
     for path, info in found.items():
-        relative = PurePosixPath(path.rsplit("/", 1)[-1] if path == root else path[len(root) :].lstrip("/"))
+        relative = PurePosixPath(path[len(root) :].lstrip("/"))
         folder = relative.parent
         if any(part.startswith(".") for part in folder.parts) or not _wanted(relative.name, COUNTERS in folder.parts):
             continue
         file = File(Url(fs.unstrip_protocol(path)), int(info.get("size") or 0), _mtime_ns(info))
         listing.setdefault(str(folder), {})[relative.name] = file
     return listing
+
+
+def _remote_store(url: Url) -> tuple[Any, str]:
+    try:
+        from fsspec.core import url_to_fs
+    except ImportError as error:
+        raise NotFound(f"{url}: opening a URL needs fsspec; install tb-chopper[remote]") from error
+    try:
+        store, inner = url_to_fs(str(url))
+    except (ImportError, ValueError) as error:
+        raise NotFound(f"{url}: no store for this kind of URL: {error}") from error
+    return store, inner
 
 
 def _mtime_ns(info: dict[str, Any]) -> int:

@@ -74,7 +74,7 @@ DEVICE: Table = (
     Column("correlation", "int64", "", "correlation id, else -1"),
     Column("external_id", "int64", "", "External id, else -1"),
     Column("bytes", "int64", "B", "copies: bytes moved, else -1"),
-    Column("grid", "category", "", "grid as JSON text, or null (ROCm: threads for hipExtModuleLaunchKernel, else blocks)"),
+    Column("grid", "category", "", "grid as JSON text, or null (ROCm: threads for hipExtModuleLaunchKernel)"),
     Column("block", "category", "", "block as JSON text, or null"),
     Column("blocks_per_sm", "float64", "", "blocks per SM (CUDA), else NaN"),
     Column("occupancy", "float64", "%", "est. achieved occupancy (CUDA), else NaN"),
@@ -131,7 +131,7 @@ KERNELS: Table = (
     Column("op_args", "category", "", "recorded shapes of cpu_op (JSON text), or null"),
     Column("recompute", "bool", "", "forward work repeated inside backward (activation checkpointing)"),
     Column("attributed_by", "category", "", "how the row got its operation"),
-    Column("overlap_ns", "int64", "ns", "part of the row covered by communication of the same GPU (0 for communication)"),
+    Column("overlap_ns", "int64", "ns", "part of the row covered by communication of its GPU (communication: 0)"),
     Column("prep_ns", "int64", "ns", "O_prep: gap before the launch call began"),
     Column("call_ns", "int64", "ns", "O_call: gap from launch call to start"),
     Column("call_under_communication_ns", "int64", "ns", "part of call_ns covered by communication"),
@@ -290,10 +290,15 @@ def concat(frames: Sequence[pd.DataFrame], table: Table) -> pd.DataFrame:
     for c in table:
         columns = [f[c.name] for f in frames]
         if c.dtype == "category":
-            data[c.name] = union_categoricals(columns, ignore_order=True)
+            data[c.name] = union_categoricals([_with_object_categories(s) for s in columns], ignore_order=True)
         else:
             data[c.name] = pd.concat(columns, ignore_index=True)
     return pd.DataFrame(data)
+
+
+def _with_object_categories(column: pd.Series) -> pd.Series:
+    """Empty and all-null categoricals have categories of another dtype, which pandas will not unite."""
+    return column.cat.rename_categories(column.cat.categories.astype(object))
 
 
 _NULL: dict[str, Any] = {

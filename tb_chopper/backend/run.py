@@ -1,0 +1,214 @@
+"""A run: lazy tables over all its files, and every metric and view of them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pandas as pd
+
+from tb_chopper.backend import capture as captures
+from tb_chopper.backend import logdir, schema
+from tb_chopper.backend.capture import Capture, Progress
+from tb_chopper.backend.errors import NotFound, UnreadableFile
+from tb_chopper.backend.findings import Finding, by_severity
+from tb_chopper.backend.metrics import launch, overlap, timeline
+from tb_chopper.backend.metrics.grouping import By, Where
+
+if TYPE_CHECKING:
+    from tb_chopper.backend.views.view import View
+
+
+def open_run(path: str | Path, *, communication: Sequence[str] = (), progress: Progress | None = None) -> Run:
+    """The run in a directory, or one trace file as a run of its own; `path` may be an fsspec URL.
+
+    Nothing is read before it is asked for. `communication`: regular expressions of communication kernels beyond
+    the known ones. Raises NotFound where there is no trace, or more than one run: then the message lists them.
+    """
+    runs = logdir.find_runs(path)
+    if not runs:
+        raise NotFound(logdir.why_no_run(path))
+    if len(runs) > 1:
+        raise NotFound(f"{path} holds {len(runs)} runs; open one of them: {', '.join(r.name for r in runs)}")
+    return Run(runs[0], communication, progress)
+
+
+class Run:
+    """One run. Its tables are made on first use and kept; several threads may ask at once."""
+
+    def __init__(self, files: logdir.RunFiles, communication: Sequence[str] = (), progress: Progress | None = None):
+        self.files = files
+        self.name = files.name
+        self._communication = tuple(communication)
+        self._progress = progress
+        self._lock = threading.Lock()
+        self._read: tuple[list[Capture], list[Finding]] | None = None
+
+    # -- tables ---------------------------------------------------------------------------------------------------
+
+    @property
+    def captures(self) -> list[Capture]:
+        """Every file that could be read, in order of worker and span."""
+        return self._load()[0]
+
+    @cached_property
+    def workers(self) -> pd.DataFrame:
+        """One row per (file, device); columns of schema.WORKERS."""
+        rows = [row for c in self.captures for row in _worker_rows(c)]
+        workers = schema.conform(pd.DataFrame(rows, index=range(len(rows))), schema.WORKERS)
+        return workers.assign(capture=range(len(workers)), gpu=_gpus(workers))
+
+    @cached_property
+    def kernels(self) -> pd.DataFrame:
+        """One row per device activity; columns of schema.KERNELS."""
+        return self._numbered([c.kernels for c in self.captures], schema.KERNELS)
+
+    @cached_property
+    def steps(self) -> pd.DataFrame:
+        """One row per (file, device, step); columns of schema.STEPS."""
+        return self._numbered([c.steps for c in self.captures], schema.STEPS)
+
+    @cached_property
+    def findings(self) -> list[Finding]:
+        """What is to be known about the data of this run, the worst first."""
+        captures, failed = self._load()
+        return by_severity([*failed, *(f for c in captures for f in c.findings), *_rank_findings(self.workers)])
+
+    # -- metrics: definitions in docs/metrics.md -------------------------------------------------------------------
+
+    def timeline(self, by: By = "gpu", where: Where = None) -> pd.DataFrame:
+        """Compute, exposed communication, exposed copies and idle; see metrics.timeline.timeline."""
+        return timeline.timeline(self.kernels, self.steps, by, where)
+
+    def exclusive(self, by_step: bool = True) -> pd.DataFrame:
+        """Every ns of every step given to one phase and class; see metrics.timeline.exclusive."""
+        return timeline.exclusive(self.kernels, self.steps, by_step)
+
+    def overlap(self, by: By = "operation", where: Where = None) -> pd.DataFrame:
+        """Overlap of operations with communication; see metrics.overlap.overlap."""
+        return overlap.overlap(self.kernels, by, where)
+
+    def hidden_communication(self, by: By = "gpu", where: Where = None) -> pd.DataFrame:
+        """Share of communication hidden under computation; see metrics.overlap.hidden_communication."""
+        return overlap.hidden_communication(self.kernels, by, where)
+
+    def launch_overhead(self, by: By = "operation", where: Where = None, scope: str = "across") -> pd.DataFrame:
+        """Preparation and call overhead of launches; see metrics.launch.launch_overhead."""
+        return launch.launch_overhead(self.kernels, by, where, scope)
+
+    # -- views ----------------------------------------------------------------------------------------------------
+
+    def view(self, name: str, **selection: Any) -> View:
+        """What tab `name` shows, for a notebook: `run.view("overlap", gpu=0).figures["by_gpu"].show()`."""
+        from tb_chopper.backend import views
+
+        return views.build(name, self, **selection)
+
+    # -- loading --------------------------------------------------------------------------------------------------
+
+    def _load(self) -> tuple[list[Capture], list[Finding]]:
+        with self._lock:
+            if self._read is None:
+                self._read = self._read_files()
+            return self._read
+
+    def _read_files(self) -> tuple[list[Capture], list[Finding]]:
+        good: list[Capture] = []
+        failed: list[Finding] = []
+        for i, file in enumerate(self.files.traces):
+            try:
+                good.append(captures.load(file, self._communication, self._share(i)))
+            except UnreadableFile as error:
+                failed.append(Finding("unreadable_file", "error", str(error), file=file.path.name))
+        return good, failed
+
+    def _share(self, i: int) -> Progress | None:
+        """Progress of the i-th file as a share of the whole run."""
+        report, n = self._progress, len(self.files.traces)
+        return None if report is None else lambda share, text: report((i + share) / n, text)
+
+    def _numbered(self, frames: list[pd.DataFrame], table: schema.Table) -> pd.DataFrame:
+        """The frames of all files as one, with the columns that only the whole run knows."""
+        workers, first, parts = self.workers, 0, []
+        names = {c.name for c in table}
+        for capture, frame in zip(self.captures, frames, strict=True):
+            devices = capture.devices
+            place = first + pd.Series(range(len(devices)), index=devices, dtype="int64")
+            at = frame["device"].astype(object).map(place).to_numpy("int64")
+            own = workers.iloc[at]
+            parts.append(frame.assign(**{
+                c: own[c].set_axis(frame.index) for c in ("capture", "gpu", "worker", "span") if c in names}))
+            first += max(len(devices), 1)
+        return schema.concat(parts, table)
+
+
+def _worker_rows(capture: Capture) -> list[dict[str, Any]]:
+    """WORKERS rows of one file, without gpu: one per device, or one without a device where it has no activity."""
+    common = {
+        "file": capture.file.path.name, "worker": capture.file.worker, "span": capture.file.span, "rank": capture.rank,
+        "world_size": capture.world_size, "host": capture.host, "complete": capture.complete}
+    rows = []
+    for device in capture.devices or [""]:
+        kernels = capture.kernels[capture.kernels["device"] == device]
+        rows.append({
+            **common, "device": device, "gpu_name": capture.gpu_name(device),
+            "n_kernels": int(kernels["activity"].isin(["kernel", "cpu_op"]).sum()),
+            "n_steps": int((capture.steps["device"] == device).sum()) if device else 0,
+            "start_ns": kernels["start_ns"].min() if len(kernels) else schema.MISSING,
+            "end_ns": kernels["end_ns"].max() if len(kernels) else schema.MISSING})
+    return rows
+
+
+def _gpus(workers: pd.DataFrame) -> list[int]:
+    """One number per (worker, device): the rank where it is known and unique, else the next free one.
+
+    Free numbers start above every rank of the job, so that nobody takes a stand-in for a missing rank.
+    """
+    identity = list(zip(workers["worker"], workers["device"], strict=True))
+    rank = dict(zip(identity, workers["rank"], strict=True))
+    free = max([0, *(int(r) + 1 for r in workers["rank"].dropna()), *(int(n) for n in workers["world_size"].dropna())])
+    number: dict[tuple[str, str], int] = {}
+    taken: set[int] = set()
+    for key in dict.fromkeys(identity):
+        own = rank[key]
+        if pd.isna(own) or int(own) in taken:
+            number[key], free = free, free + 1
+        else:
+            number[key] = int(own)
+            taken.add(int(own))
+    return [number[key] for key in identity]
+
+
+def _rank_findings(workers: pd.DataFrame) -> list[Finding]:
+    """Ranks that are missing from the run or stand in it more than once."""
+    known = workers[workers["rank"].notna()]
+    if not len(known):
+        return []
+    findings = []
+    processes = known.drop_duplicates(["worker"]).groupby("rank")["worker"].agg(list)
+    for rank, names in processes[processes.map(len) > 1].items():
+        findings.append(Finding("duplicate_rank", "warning",
+                                f"rank {rank} appears more than once: {', '.join(names)}; they are shown apart and "
+                                "no statistic over ranks mixes them", len(names)))
+    world = known["world_size"].max()
+    if not pd.isna(world):
+        missing = sorted(set(range(int(world))) - {int(r) for r in known["rank"]})
+        if missing:
+            findings.append(Finding("missing_rank", "warning",
+                                    f"rank {_ranges(missing)} of world size {int(world)} is missing from this run; "
+                                    "statistics over ranks use those that are here", len(missing)))
+    return findings
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """1, 2, 3, 7 as "1-3, 7"."""
+    parts: list[list[int]] = []
+    for n in numbers:
+        if parts and n == parts[-1][1] + 1:
+            parts[-1][1] = n
+        else:
+            parts.append([n, n])
+    return ", ".join(f"{a}" if a == b else f"{a}-{b}" for a, b in parts)

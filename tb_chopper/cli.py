@@ -1,0 +1,80 @@
+"""Command line: tb-chopper analyze | simulate | ... ; each sub-command lives with what it runs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+
+from tb_chopper import __version__
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code 0 on success, 2 with one clear line on stderr otherwise."""
+    arguments = _parser().parse_args(argv)
+    from tb_chopper.backend.errors import ChopperError
+
+    try:
+        return int(arguments.run(arguments))
+    except ChopperError as error:
+        print(f"tb-chopper: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("tb-chopper: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # The reader of our output went away (| head); closing stderr keeps Python from complaining at exit.
+        sys.stderr.close()
+        return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("tb-chopper", description="Where the GPU time of a training goes and why.")
+    parser.add_argument("--version", action="version", version=f"tb-chopper {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    analyze = commands.add_parser(
+        "analyze", help="the numbers of every run in a directory, or of one trace file",
+        description="Reads every run under PATH (a log directory, a run, or one trace file) and prints its numbers.")
+    analyze.add_argument("path", metavar="PATH")
+    analyze.add_argument("--json", action="store_true", help="for machines; layout in docs/api.md")
+    analyze.add_argument("--communication", metavar="REGEX", action="append", default=[],
+                         help="a further pattern of communication kernels (repeatable)")
+    analyze.set_defaults(run=_analyze)
+    return parser
+
+
+def _analyze(arguments: argparse.Namespace) -> int:
+    from tb_chopper.backend import analyze
+
+    with _Progress() as progress:
+        result = analyze.analyze(arguments.path, arguments.communication, progress)
+    if arguments.json:
+        json.dump(result, sys.stdout, indent=1)
+        print()
+    else:
+        print(analyze.text(result))
+    if any(run["workers"] for run in result["runs"]):
+        return 0
+    from tb_chopper.backend.errors import UnreadableFile
+
+    raise UnreadableFile(analyze.why_nothing(result))
+
+
+class _Progress:
+    """One line on stderr, kept up to date where stderr is a terminal; silent elsewhere."""
+
+    def __init__(self) -> None:
+        self.shown = sys.stderr.isatty()
+
+    def __enter__(self) -> _Progress:
+        return self
+
+    def __call__(self, share: float, text: str) -> None:
+        if self.shown:
+            print(f"\r\033[K{share:4.0%} {text[:100]}", end="", file=sys.stderr, flush=True)
+
+    def __exit__(self, *exception: object) -> None:
+        if self.shown:
+            print("\r\033[K", end="", file=sys.stderr, flush=True)

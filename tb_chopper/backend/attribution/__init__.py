@@ -19,7 +19,7 @@ import numpy as np
 import pandas as pd
 
 from tb_chopper.backend import classify, schema
-from tb_chopper.backend.attribution import operations, places, rows, scopes, standin, steps
+from tb_chopper.backend.attribution import launches, operations, places, rows, scopes, standin, steps
 from tb_chopper.backend.attribution.places import Places
 from tb_chopper.backend.attribution.rows import Rows
 from tb_chopper.backend.attribution.scopes import Scopes
@@ -57,15 +57,34 @@ def attribute(trace: schema.Trace, sidecar: Mapping[str, Any] | None = None,
     `sidecar`: as in torch_ext.sidecar. `communication`: regular expressions of communication kernels beyond the
     known ones.
     """
-    found = scopes.build(trace.host)
+    host = trace.host
+    found = scopes.build(host)
     device_rows, findings = rows.of_trace(trace, found)
-    windows, step_findings = steps.find(trace.host, found)
-    kernels = _kernels(trace.host, found, device_rows, windows, communication)
-    return Attributed(kernels, steps.table(windows, kernels), findings + step_findings)
+    windows, step_findings = steps.find(host, found)
+    if len(windows) == 0:
+        windows = steps.by_repetition(device_rows.device)
+    modules = [m["fqn"] for m in (sidecar or {}).get("modules", [])]
+    kernels = _kernels(host, found, device_rows, windows, communication, modules)
+    start, calls = host["start_ns"].to_numpy(), launches.calls(host)
+    lost = steps.lost_work(windows, start[calls], start[launches.lost_calls(calls, device_rows.launch)])
+    table = steps.table(windows, kernels, lost)
+    if len(kernels):
+        step_findings += steps.told(windows)
+        findings += _communication_lost(trace, kernels, findings)
+    return Attributed(kernels, table, findings + step_findings)
+
+
+def _communication_lost(trace: schema.Trace, kernels: pd.DataFrame, findings: list[Finding]) -> list[Finding]:
+    lost = sum(f.count for f in findings if f.code == launches.WITHOUT_KERNEL)
+    ranks = trace.meta.get("distributedInfo", {}).get("world_size", 1)
+    if not lost or ranks == 1 or (kernels["kind"] == "communication").any():
+        return []
+    return [Finding("no_communication_kernels", "warning", f"one of {ranks} ranks, but no communication kernels although "
+                    f"{lost} launches have no kernel: the time of communication is unknown here, not zero", lost)]
 
 
 def _kernels(host: pd.DataFrame, found: Scopes, row: Rows, windows: Windows,
-             communication: Sequence[str]) -> pd.DataFrame:
+             communication: Sequence[str], modules: Sequence[str]) -> pd.DataFrame:
     device = row.device
     cpu_op, launch_name = _take(host["name"], row.operator), _take(host["name"], row.launch)
     kinds = standin.kinds(device["name"]) if (device["activity"] == standin.ACTIVITY).any() else \
@@ -73,7 +92,7 @@ def _kernels(host: pd.DataFrame, found: Scopes, row: Rows, windows: Windows,
     kind = pd.Series(pd.Categorical.from_codes(kinds, pd.Index(schema.KINDS)))
     is_compute = (kind == "compute").to_numpy()
     types = classify.op_types(device["name"], pd.Series(cpu_op))
-    place = places.find(found, row.node, row.time_ns, types)
+    place = places.find(found, row.node, row.time_ns, types, modules)
     frame = pd.DataFrame({
         "name": device["name"], "kind": kind,
         "start_ns": device["start_ns"], "end_ns": device["end_ns"], "raw_end_ns": device["raw_end_ns"],
@@ -97,6 +116,9 @@ def _kernels(host: pd.DataFrame, found: Scopes, row: Rows, windows: Windows,
 
 def _steps(row: Rows, windows: Windows) -> pd.Series:
     """Step by launch time; rows that lost their launch record go by the work around them on their device."""
+    if windows.source == steps.REPETITION:
+        position = windows.at(row.device["start_ns"].to_numpy())
+        return pd.Series(windows.step[position], dtype="Int64").mask(position < 0)
     position = np.full(len(row.device), steps.OUTSIDE)
     position[row.is_timed] = windows.at(row.time_ns[row.is_timed])
     lost = np.flatnonzero(row.is_lost)

@@ -11,6 +11,7 @@ from tb_chopper.backend.attribution.scopes import Scopes
 from tb_chopper.backend.attribution.tree import Index, Int, Mask, take
 from tb_chopper.backend.findings import Finding
 
+WITHOUT_KERNEL = "launches_without_kernel"
 _AGREEMENT = 0.95
 """Share of launched rows whose External id must name the operator found by containment before it may be
 trusted for the others: in old traces it counts in another id space and names wrong operators."""
@@ -74,7 +75,7 @@ def without_row(launch_calls: Index, used: Index) -> list[Finding]:
     if len(lost) == 0:
         return []
     share = len(lost) / len(launch_calls)
-    return [Finding("launches_without_kernel", "warning" if share > _FEW else "info",
+    return [Finding(WITHOUT_KERNEL, "warning" if share > _FEW else "info",
                     f"{len(lost)} of {len(launch_calls)} launch calls have no kernel: it was lost, or still waiting "
                     "when the capture stopped", len(lost))]
 

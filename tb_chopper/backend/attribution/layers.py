@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -30,9 +31,10 @@ _SOURCES = (Role.MODULE, Role.LAYER, Role.BRACKET, Role.FRAME, Role.FSDP1_FORWAR
 """Where layers are taken from: the first that gives any. One source per trace, so that a layer has one name."""
 
 
-def find(scopes: Scopes) -> Layers:
-    """The layers of a trace, from the best source that it has; communication scopes of FSDP2 name theirs."""
-    names = of_modules([m.fqn for m in scopes.meanings if m.fqn])
+def find(scopes: Scopes, modules: Sequence[str] = ()) -> Layers:
+    """The layers of a trace, from the best source that it has; communication scopes of FSDP2 name theirs.
+    `modules`: fully qualified names of the model's modules, where they are known."""
+    names = of_modules([*modules, *(m.fqn for m in scopes.meanings if m.fqn)])
     index: dict[str, int] = {}
     for source in _SOURCES:
         code = _codes(scopes, source, names, index)
@@ -84,7 +86,7 @@ def _nested_forwards(scopes: Scopes, index: dict[str, int]) -> NDArray[np.intp]:
     return code
 
 
-def of_modules(fqns: list[str]) -> dict[str, str]:
+def of_modules(fqns: Iterable[str]) -> dict[str, str]:
     """Layer of each fully qualified module name that lies in one: `model.layers.3.mlp` in layers.3.
 
     A layer is the path up to the first number whose container has a usual name (layers, h, blocks, ...) or holds

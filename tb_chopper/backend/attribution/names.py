@@ -54,10 +54,10 @@ def of_operator(name: str) -> Meaning:
     if _GRAD_FN.search(name):
         return Meaning(Role.GRAD_FN, name.removeprefix("torch::autograd::"), BACKWARD)
     if _WRAPPER_OP.search(name):
-        return Meaning(Role.WRAPPER, name, BACKWARD if _REDUCER.search(name) else NO_PHASE)
+        return Meaning(Role.WRAPPER, name, BACKWARD if REDUCER.search(name) else NO_PHASE)
     if _OLD_SCOPE.search(name):
         return of_annotation(name)
-    return Meaning(Role.OP, _OVERLOAD.sub(r"\1", name), BACKWARD if _REDUCER.search(name) else NO_PHASE)
+    return Meaning(Role.OP, _OVERLOAD.sub(r"\1", name), BACKWARD if REDUCER.search(name) else NO_PHASE)
 
 
 def of_annotation(name: str) -> Meaning:
@@ -91,7 +91,7 @@ _GRAD_FN = re.compile(r"Backward\d*$|(^|::)AccumulateGrad$")
 _WRAPPER_OP = re.compile(
     r"^(Torch-Compiled Region|CompiledFunction$|TorchDynamo |Pregraph bytecode|AOTDispatcher |CheckpointFunction$"
     r"|torch\.distributed\.ddp\.|## )|\(dynamo_timed\)$")
-_REDUCER = re.compile(r"^torch::?\.?distributed(::|\.ddp\.)reducer")
+REDUCER = re.compile(r"^torch::?\.?distributed(::|\.ddp\.)reducer")
 _OLD_SCOPE = re.compile(
     r"^(ProfilerStep#|Optimizer\.|enumerate\(DataLoader\)|DistributedDataParallel\.|FullyShardedDataParallel\.|FSDP::)")
 _OVERLOAD = re.compile(r"^(\w+::\w+)\.\w+$")

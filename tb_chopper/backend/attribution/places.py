@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -43,9 +44,10 @@ class Places:
     how: NDArray
 
 
-def find(scopes: Scopes, node: Index, time_ns: Int, types: NDArray[np.int8]) -> Places:
-    """Where each of `node` (-1: unknown) belongs, seen at `time_ns`. `types`: code of schema.OP_TYPES."""
-    grad, layer = autograd.find(scopes), layers.find(scopes)
+def find(scopes: Scopes, node: Index, time_ns: Int, types: NDArray[np.int8], modules: Sequence[str] = ()) -> Places:
+    """Where each of `node` (-1: unknown) belongs, seen at `time_ns`. `types`: code of schema.OP_TYPES.
+    `modules`: fully qualified names of the model's modules, where they are known."""
+    grad, layer = autograd.find(scopes), layers.find(scopes, modules)
     nearest = scopes.tree.nearest
     root_node = nearest(node, grad.is_root)
     root = grad.index(root_node)
@@ -81,7 +83,8 @@ def find(scopes: Scopes, node: Index, time_ns: Int, types: NDArray[np.int8]) -> 
     fsdp = nearest(node, scopes.role == Role.FSDP2)
     labels = pd.Categorical([m.label for m in scopes.meanings])
     return Places(
-        _phases(scopes, node, time_ns, grad), pd.Categorical.from_codes(np.maximum(code, -1), pd.Index(layer.names, dtype=object)),
+        _phases(scopes, node, time_ns, grad),
+        pd.Categorical.from_codes(np.maximum(code, -1), pd.Index(layer.names, dtype=object)),
         operations.name(scopes, layer, scope, operator, types),
         pd.Categorical.from_codes(take(labels.codes, take(scopes.meaning, fsdp)), labels.categories),
         recompute, how)
@@ -90,7 +93,7 @@ def find(scopes: Scopes, node: Index, time_ns: Int, types: NDArray[np.int8]) -> 
 def _phases(scopes: Scopes, node: Index, time_ns: Int, grad: Autograd) -> NDArray[np.int8]:
     """Phase by the closest scope that tells one; other outside every scope. Where no scope tells, forward, but
     optimizer between the last backward node and the optimizer's step (the gradients are clipped and scaled there),
-    and backward on threads that run nothing else (hooks that copy gradients).
+    and backward on threads that run nothing else and for DDP's bucket copies.
     """
     phase = scopes.by_meaning(np.asarray([m.phase for m in scopes.meanings], np.int8))
     marker = scopes.tree.nearest(node, phase != names.NO_PHASE)
@@ -100,9 +103,17 @@ def _phases(scopes: Scopes, node: Index, time_ns: Int, grad: Autograd) -> NDArra
     module = scopes.tree.nearest(node, scopes.is_role(Role.MODULE, Role.FRAME, Role.BRACKET, Role.FSDP1_FORWARD))
     free = (node >= 0) & (marker < 0) & (module < 0)
     tail = free & (_next(update, time_ns) < _next(backward, time_ns)) & (time_ns > backward.min(initial=_NEVER))
-    hook = free & np.isin(take(scopes.tree.thread, node), grad.threads)
+    hook = free & (np.isin(take(scopes.tree.thread, node), grad.threads) | (tail & _bucket_copies(scopes, node)))
     untold = np.select([node < 0, hook, tail], [names.OTHER, names.BACKWARD, names.OPTIMIZER], names.FORWARD)
     return np.where(marker >= 0, told, untold).astype(np.int8)
+
+
+def _bucket_copies(scopes: Scopes, node: Index) -> Mask:
+    """DDP copies its buckets back into the gradients after the last backward node, in no scope of its own."""
+    if not any(names.REDUCER.search(m.label) for m in scopes.meanings):
+        return np.zeros(len(node), bool)
+    is_copy = np.asarray([m.label in ("aten::copy_", "aten::as_strided") for m in scopes.meanings])
+    return take(scopes.by_meaning(is_copy), node)
 
 
 _NEVER = np.iinfo(np.int64).max

@@ -50,7 +50,64 @@ def find(host: pd.DataFrame, scopes: Scopes) -> tuple[Windows, list[Finding]]:
         windows, findings = finder(host, scopes)
         if len(windows):
             return windows, findings
-    return _windows([], [], [], "none"), []
+    return _windows([], [], [], NONE), []
+
+
+def by_repetition(device: pd.DataFrame) -> Windows:
+    """Steps where the host tells of none: the longest sequence of kernels that repeats on the busiest stream.
+
+    Times are those of the device. A single pass through many equal layers is no sequence of steps: it has kernels
+    that occur once. Nothing is found then.
+    """
+    kernels = device[device["activity"] == "kernel"]
+    if len(kernels) < 2 * _SHORTEST_STEP:
+        return _windows([], [], [], NONE)
+    queue = kernels.groupby(["device", "stream"], observed=True, sort=False).ngroup()
+    kernels = kernels[queue == queue.mode()[0]]
+    sequence, start = kernels["name"].cat.codes.to_numpy(), kernels["start_ns"].to_numpy()
+    counts = np.bincount(sequence)
+    rarest = counts[counts > 0].min()
+    if rarest < 2:
+        return _windows([], [], [], NONE)
+    for anchor in np.flatnonzero(counts == rarest):
+        at = np.flatnonzero(sequence == anchor)
+        period = int(np.median(np.diff(at)))
+        if _SHORTEST_STEP <= period <= len(sequence) // 2 and \
+                (sequence[period:] == sequence[:-period]).mean() >= _SAME:
+            begin = start[at[0] % period::period]
+            end = np.append(begin[1:], kernels["end_ns"].to_numpy().max() + 1)
+            return _windows(np.arange(len(begin)), begin, end, REPETITION)
+    return _windows([], [], [], NONE)
+
+
+NONE = "none"
+REPETITION = "sequence"
+_SHORTEST_STEP = 8
+"""Kernels that a step must have to be found by repetition."""
+_SAME = 0.95
+"""Share of kernels that must be the same one period later."""
+
+
+def told(windows: Windows) -> list[Finding]:
+    """What a user must know about where the steps come from."""
+    if windows.source == "ProfilerStep":
+        return []
+    if len(windows) == 0:
+        return [Finding("no_steps", "info", "no training steps found; give torch.profiler a schedule and call step()")]
+    return [Finding("steps_without_profiler", "info",
+                    f"no ProfilerStep in this trace; its {len(windows)} steps are taken from: {windows.source}")]
+
+
+def lost_work(windows: Windows, call_ns: Int, lost_ns: Int) -> Mask:
+    """Steps of which more than a tenth of the launch calls (times `call_ns`) have no kernel (`lost_ns`)."""
+    def count(times: Int) -> Int:
+        position = windows.at(times)
+        return np.bincount(position[position >= 0], minlength=len(windows))
+
+    return count(lost_ns) > _LOST * count(call_ns)
+
+
+_LOST = 0.1
 
 
 def _profiler_steps(host: pd.DataFrame, scopes: Scopes) -> tuple[Windows, list[Finding]]:
@@ -151,16 +208,16 @@ def by_device_time(windows: Windows, position: Index, device: pd.DataFrame, rows
     return found
 
 
-def table(windows: Windows, kernels: pd.DataFrame) -> pd.DataFrame:
-    """STEPS, one row per (device, step), from the rows of KERNELS with their `step` filled in."""
-    frames = [_of_device(windows, rows, str(device))
+def table(windows: Windows, kernels: pd.DataFrame, lost: Mask) -> pd.DataFrame:
+    """STEPS, one row per (device, step), from the rows of KERNELS with their `step` filled in. `lost`: steps that
+    lost kernels."""
+    frames = [_of_device(windows, rows, str(device), lost)
               for device, rows in kernels.groupby("device", observed=True, sort=True)]
     return pd.concat(frames, ignore_index=True) if frames else schema.empty(schema.STEPS)
 
 
-def _of_device(windows: Windows, rows: pd.DataFrame, device: str) -> pd.DataFrame:
-    position = pd.Series(np.arange(len(windows)), index=windows.step)
-    of_row = rows["step"].map(position).fillna(-1).to_numpy().astype(np.intp)
+def _of_device(windows: Windows, rows: pd.DataFrame, device: str, lost: Mask) -> pd.DataFrame:
+    of_row = _positions(windows, rows["step"])
     start, end = rows["start_ns"].to_numpy(), rows["end_ns"].to_numpy()
     work = (of_row >= 0) & (rows["kind"] != "memcpy").to_numpy()
     none = np.iinfo(np.int64).max
@@ -174,11 +231,20 @@ def _of_device(windows: Windows, rows: pd.DataFrame, device: str) -> pd.DataFram
     gpu_end[:-1] = np.where(has[1:], first[1:], last[:-1])
     return schema.conform(pd.DataFrame({
         "step": windows.step, "start_ns": windows.start_ns, "end_ns": windows.end_ns,
-        "gpu_start_ns": pd.array(np.where(has, first, 0), dtype="Int64").copy(),
-        "gpu_end_ns": pd.array(np.where(has, gpu_end, 0), dtype="Int64"),
-        "n_kernels": count, "complete": windows.finished & _whole(count), "source": windows.source, "device": device,
-    }), schema.STEPS).assign(
-        gpu_start_ns=lambda f: f["gpu_start_ns"].mask(~has), gpu_end_ns=lambda f: f["gpu_end_ns"].mask(~has))
+        "gpu_start_ns": pd.Series(first, dtype="Int64").mask(~has),
+        "gpu_end_ns": pd.Series(gpu_end, dtype="Int64").mask(~has),
+        "n_kernels": count, "complete": windows.finished & _whole(count) & ~lost,
+        "source": windows.source, "device": device,
+    }), schema.STEPS)
+
+
+def _positions(windows: Windows, step: pd.Series) -> Index:
+    """Position of each row's step; -1 for rows outside every step."""
+    order = np.argsort(windows.step)
+    numbers = step.fillna(-1).to_numpy(np.int64)
+    at = np.searchsorted(windows.step[order], numbers)
+    return np.where(numbers >= 0, order[np.minimum(at, len(order) - 1)], -1) if len(order) else \
+        np.full(len(step), -1, np.intp)
 
 
 def _whole(count: Int) -> Mask:

@@ -1,0 +1,9 @@
+"""A simulated node with planted truth: real file formats for tests and the demo.
+
+`simulate(out_dir, Options(preset="tiny"))` writes a run: Kineto traces, sidecars, telemetry, counter passes, and the
+right answers in `truth.parquet` and `truth.json`.
+"""
+
+from tb_chopper.backend.simulate.run import Options, configs, simulate
+
+__all__ = ["Options", "configs", "simulate"]

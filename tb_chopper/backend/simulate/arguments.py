@@ -1,0 +1,56 @@
+"""The arguments of `tb-chopper simulate`."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from tb_chopper.backend.simulate.config import PRESETS
+from tb_chopper.backend.simulate.run import Options, Progress, simulate
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("out", type=Path, metavar="OUT", help="directory to write the run or runs into")
+    parser.add_argument("--preset", choices=PRESETS, default="tiny", help="machine and model (default: tiny)")
+    parser.add_argument("--shape", metavar="bBsS", help="batch B and sequence S x 1024 per GPU, e.g. b2s4")
+    parser.add_argument("--fsdp", type=int, choices=(1, 2), help="FSDP version")
+    parser.add_argument("--all", action="store_true", help="all five published shapes under both FSDP versions")
+    parser.add_argument("--dialect", choices=("rocm", "cuda"), help="AMD or NVIDIA GPUs and file formats")
+    parser.add_argument("--hosts", type=int, help="number of hosts")
+    parser.add_argument("--ranks", type=int, help="GPUs per host, 8 at most")
+    parser.add_argument("--layers", type=int, help="transformer layers")
+    parser.add_argument("--steps", type=int, help="captured steps")
+    parser.add_argument("--optimizer-every", type=int, metavar="N",
+                        help="run the optimizer in steps divisible by N; 0: never")
+    parser.add_argument("--seed", type=int, default=0)
+    faults = parser.add_argument_group("damage and noise, for tests")
+    faults.add_argument("--drop", type=float, default=0.0, metavar="SHARE", help="share of counter dispatches missing")
+    faults.add_argument("--reorder", type=float, default=0.0, metavar="SHARE",
+                        help="share of counter dispatches that run in another order between streams")
+    faults.add_argument("--jitter", type=float, metavar="SHARE", help="spread of a kernel's work between instances")
+    faults.add_argument("--clock-skew", type=float, default=0.0, metavar="US", help="host k's clock is k x US ahead")
+    faults.add_argument("--truncate", type=int, metavar="RANK", help="cut this rank's trace off")
+    faults.add_argument("--slow", action="append", default=[], metavar="RANK:FACTOR", type=_slow,
+                        help="limit a GPU to this share of its clock, e.g. 3:0.8")
+    parser.add_argument("--no-compress", action="store_true", help="write .json instead of .json.gz")
+
+
+def options(args: argparse.Namespace) -> Options:
+    return Options(
+        preset=args.preset, shape=args.shape, fsdp=args.fsdp, all=args.all, dialect=args.dialect, hosts=args.hosts,
+        ranks=args.ranks, layers=args.layers, steps=args.steps, optimizer_every=args.optimizer_every, seed=args.seed,
+        drop=args.drop, reorder=args.reorder, jitter=args.jitter, clock_skew_us=args.clock_skew, truncate=args.truncate,
+        slow=dict(args.slow), compress=not args.no_compress)
+
+
+def run(args: argparse.Namespace, progress: Progress | None = None) -> list[Path]:
+    """Simulate as the arguments ask; returns the run directories. Raises InvalidSelection."""
+    return simulate(args.out, options(args), progress)
+
+
+def _slow(text: str) -> tuple[int, float]:
+    rank, _, factor = text.partition(":")
+    try:
+        return int(rank), float(factor)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not like 3:0.8 (rank 3 at 80 % of its clock)") from None

@@ -1,0 +1,279 @@
+"""What is simulated: model, machine, framework and faults, as plain values, and the presets.
+
+Everything here is a cause. What follows from the causes (durations, overlap, waiting, clocks) is computed by
+`physics` and `schedule` and is never set.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from tb_chopper.backend.errors import InvalidSelection
+
+NS_PER_S = 1_000_000_000
+
+
+@dataclass(frozen=True)
+class Model:
+    """A decoder-only transformer with grouped-query attention and a gated MLP (Llama 3)."""
+
+    name: str
+    layers: int
+    dim: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+
+    @property
+    def layer_params(self) -> int:
+        qkv = self.dim * (self.heads + 2 * self.kv_heads) * self.head_dim
+        return qkv + self.heads * self.head_dim * self.dim + 3 * self.dim * self.hidden + 2 * self.dim
+
+    @property
+    def root_params(self) -> int:
+        """Embedding, final norm and output projection."""
+        return 2 * self.vocab * self.dim + self.dim
+
+    @property
+    def params(self) -> int:
+        return self.layers * self.layer_params + self.root_params
+
+
+@dataclass(frozen=True)
+class Gpu:
+    name: str
+    arch: str  # gfx942, sm_90
+    dialect: str  # rocm | cuda
+    units: int
+    """CUs or SMs"""
+    max_clock_mhz: int
+    flop_per_clock_per_unit: int
+    """dense bf16"""
+    memory_bytes: int
+    memory_bytes_per_s: float
+    memory_clock_mhz: int
+    compute_dies: int
+    """XCCs: counters that exist once per die are summed over them"""
+    power_cap_w: float
+    idle_w: float
+    dynamic_w: float
+    """power of the cores at the maximum clock and full activity; falls with the third power of the clock"""
+    memory_w: float
+    """power of the memory under a training load"""
+    link_bytes_per_s: float
+    """bus bandwidth that a ring collective reaches inside a host"""
+
+    @property
+    def peak_flop_per_s(self) -> float:
+        return self.flop_per_clock_per_unit * self.units * self.max_clock_mhz * 1e6
+
+
+MI300X = Gpu(
+    "AMD Instinct MI300X",
+    "gfx942",
+    "rocm",
+    304,
+    2100,
+    2048,
+    206_141_652_992,
+    5.3248e12,
+    1300,
+    8,
+    power_cap_w=750,
+    idle_w=140,
+    dynamic_w=1500,
+    memory_w=105,
+    link_bytes_per_s=285e9,
+)
+H200 = Gpu(
+    "NVIDIA H200",
+    "sm_90",
+    "cuda",
+    132,
+    1830,
+    4096,
+    150_754_820_096,
+    4.8e12,
+    3201,
+    1,
+    power_cap_w=700,
+    idle_w=110,
+    dynamic_w=860,
+    memory_w=110,
+    link_bytes_per_s=360e9,
+)
+
+
+@dataclass(frozen=True)
+class Host:
+    """The CPU side. `threads` are (utilization in percent, count) per rank: what the training keeps awake."""
+
+    physical_cores: int = 192
+    siblings: int = 2
+    threads: tuple[tuple[float, int], ...] = ((96.0, 1), (9.0, 1), (4.0, 1))
+    system_threads: tuple[tuple[float, int], ...] = ((6.0, 2),)
+    dispatch_ns: float = 3_200
+    """cost of one operator on the launching thread"""
+    launch_call_ns: float = 4_200
+    launch_latency_ns: float = 5_500
+    """from the start of the launch call to the earliest start of the kernel on an idle stream"""
+    dispatch_gap_ns: float = 900
+    """between two kernels of one stream"""
+    step_preparation_ns: float = 2_600_000
+    """Python between two steps: data loader, logging, bookkeeping"""
+    optimizer_preparation_ns: float = 3_800_000
+    queue_depth: int = 1024
+    """launches that may wait on the device before the launch call blocks"""
+
+
+@dataclass(frozen=True)
+class Fsdp:
+    """What the two versions of FSDP do differently."""
+
+    version: int
+    copies: bool
+    """per-parameter sharding copies in and out of the collective's buffers"""
+    rate_limiter: bool
+    """the host waits before it gathers more than two layers ahead"""
+    allocator_w: float
+    """power that block reuse in the caching allocator adds on average (spikes of memory traffic)"""
+    allocator_swing_w: float
+    """standard deviation of that power"""
+
+
+FSDP1 = Fsdp(1, copies=False, rate_limiter=True, allocator_w=165.0, allocator_swing_w=70.0)
+FSDP2 = Fsdp(2, copies=True, rate_limiter=False, allocator_w=0.0, allocator_swing_w=6.0)
+
+
+@dataclass(frozen=True)
+class Silicon:
+    """How the GPUs of one host differ: extra static power in W (leakage, heat), one per local rank, repeated."""
+
+    extra_w: tuple[float, ...] = (8.0, -14.0, 46.0, -6.0, -20.0, 2.0, 44.0, -11.0)
+
+
+@dataclass(frozen=True)
+class Faults:
+    """Damage and noise for tests."""
+
+    drop: float = 0.0
+    """share of the counter dispatches that are missing"""
+    reorder: float = 0.0
+    """share of neighbouring counter dispatches of different streams written in the other order"""
+    jitter: float = 0.0
+    """relative standard deviation of a kernel's work from one instance to the next"""
+    clock_skew_ns: int = 0
+    """clock of host k runs k times this ahead of host 0"""
+    truncate: int | None = None
+    """rank whose trace is cut off in the middle"""
+    slow: dict[int, float] = field(default_factory=dict)
+    """rank -> factor on its clock"""
+
+
+@dataclass(frozen=True)
+class Config:
+    preset: str
+    model: Model
+    gpu: Gpu
+    batch: int
+    sequence: int
+    fsdp: Fsdp = FSDP2
+    hosts: int = 1
+    gpus_per_host: int = 8
+    steps: int = 10
+    first_step: int = 10
+    optimizer_every: int = 15
+    """the optimizer runs in steps whose number divides by this; 0: never"""
+    host: Host = Host()
+    silicon: Silicon = Silicon()
+    faults: Faults = Faults()
+    seed: int = 0
+    tick_ns: int = 1_000_000
+    """period of the power controller"""
+    sample_ns: int = 10_000_000
+    """period of the telemetry sampler"""
+    counter_steps: int = 1
+    """steps of the counter runs"""
+    counter_overhead_cycles: int = 16_000
+    """cycles per die that starting and stopping the counters adds to GRBM_GUI_ACTIVE of each dispatch"""
+    counter_columns: str = "7.0"
+    """rocprofv3 of ROCm 6.2, 6.4 or 7.0"""
+    counter_passes: int = 3
+    compress: bool = True
+
+    @property
+    def ranks(self) -> int:
+        return self.hosts * self.gpus_per_host
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of one rank and step."""
+        return self.batch * self.sequence
+
+    @property
+    def run_name(self) -> str:
+        sequence = f"{self.sequence >> 10}" if self.sequence >= 1024 else f"0.{self.sequence}"
+        return f"simulated_{self.preset}_b{self.batch}s{sequence}_fsdp{self.fsdp.version}"
+
+
+LLAMA3_8B = Model("llama3-8b", layers=32, dim=4096, hidden=14336, heads=32, kv_heads=8, head_dim=128, vocab=128_256)
+LLAMA_SMALL = Model("llama-small", layers=2, dim=2048, hidden=7168, heads=16, kv_heads=4, head_dim=128, vocab=32_000)
+
+SWEEP = ("b1s4", "b2s4", "b4s4", "b1s8", "b2s8")
+"""Batch and sequence (in 1024 tokens) of the published sweep."""
+
+PRESETS: dict[str, Config] = {
+    "tiny": Config(
+        "tiny",
+        LLAMA_SMALL,
+        MI300X,
+        batch=1,
+        sequence=2048,
+        gpus_per_host=2,
+        steps=3,
+        optimizer_every=1,
+        host=Host(step_preparation_ns=300_000, optimizer_preparation_ns=200_000, queue_depth=64),
+        tick_ns=100_000,
+        sample_ns=500_000,
+        counter_overhead_cycles=0,
+    ),
+    "mi300x-llama3-8b": Config(
+        "mi300x-llama3-8b", LLAMA3_8B, MI300X, batch=2, sequence=4096, faults=Faults(jitter=0.004)
+    ),
+    "h200-llama3-8b": Config(
+        "h200-llama3-8b",
+        LLAMA3_8B,
+        H200,
+        batch=2,
+        sequence=4096,
+        faults=Faults(jitter=0.004),
+        host=Host(physical_cores=96),
+    ),
+}
+
+
+def preset(name: str = "tiny", *, shape: str | None = None, fsdp: int | None = None) -> Config:
+    """A preset, with another batch and sequence (`b2s4`: batch 2, 4 x 1024 tokens) and FSDP version where given.
+
+    Raises InvalidSelection for an unknown name or a shape that cannot be read.
+    """
+    if name not in PRESETS:
+        raise InvalidSelection(f"no preset {name!r}: choose one of {', '.join(PRESETS)}")
+    config = PRESETS[name]
+    if shape is not None:
+        batch, sequence = _parse_shape(shape)
+        config = replace(config, batch=batch, sequence=sequence)
+    if fsdp is not None:
+        if fsdp not in (1, 2):
+            raise InvalidSelection(f"FSDP version {fsdp} does not exist: choose 1 or 2")
+        config = replace(config, fsdp=FSDP1 if fsdp == 1 else FSDP2)
+    return config
+
+
+def _parse_shape(shape: str) -> tuple[int, int]:
+    batch, mark, sequence = shape.removeprefix("b").partition("s")
+    if not (mark and batch.isdigit() and sequence.isdigit() and int(batch) and int(sequence)):
+        raise InvalidSelection(f"shape {shape!r} is not like b2s4 (batch 2, sequence 4 x 1024)")
+    return int(batch), int(sequence) * 1024

@@ -1,0 +1,84 @@
+"""What the device makes of a kernel: its work in clock cycles, and the clock that the power cap allows.
+
+A kernel is a number of cycles: a matrix kernel's follow from its FLOPs, a memory-bound one's from its bytes (the
+memory's clock is scaled with the cores' under a power cap). It progresses with `clock / (1 + contention)` cycles a
+second while a collective runs on the same GPU and with `clock` otherwise.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from tb_chopper.backend.simulate.config import Config, Gpu
+from tb_chopper.backend.simulate.workload import Kernel
+
+COLLECTIVE_LATENCY_NS = 24_000
+POWER_MEMORY_NS = 20_000_000
+"""Time constant of the controller's view of power."""
+MIN_CLOCK_SHARE = 0.3
+
+
+def cycles(kernel: Kernel, gpu: Gpu) -> float:
+    """Clock cycles that the kernel needs while it runs alone; 0 for a collective, which takes as long as it takes."""
+    if kernel.kind == "collective":
+        return 0.0
+    if kernel.flop_performed:
+        return kernel.flop_performed / (gpu.flop_per_clock_per_unit * gpu.units * kernel.utilization)
+    return kernel.bytes / (gpu.memory_bytes_per_s * kernel.utilization) * gpu.max_clock_mhz * 1e6
+
+
+def theoretical_ns(kernel: Kernel, gpu: Gpu) -> float:
+    """Time at the peak of the matrix cores, or of the memory, at the maximum clock."""
+    if kernel.flop:
+        return kernel.flop / gpu.peak_flop_per_s * 1e9
+    return kernel.bytes / gpu.memory_bytes_per_s * 1e9
+
+
+def transfer_ns(name: str, n_bytes: float, config: Config) -> float:
+    """Time of a collective from the last rank's arrival on: ring formula over the bus bandwidth."""
+    ranks = config.ranks
+    factor = (2.0 if name == "allreduce" else 1.0) * (ranks - 1) / ranks
+    between_hosts = 1.0 if config.hosts == 1 else 6.0
+    return COLLECTIVE_LATENCY_NS + n_bytes * factor / config.gpu.link_bytes_per_s * 1e9 * between_hosts
+
+
+class PowerController:
+    """The firmware of one GPU: lowers the clock while the averaged power is above the cap, raises it below.
+
+    `update` is called every tick with the activity (0 to 1, time-weighted) since the last one.
+    """
+
+    def __init__(self, config: Config, rank: int, rng: np.random.Generator) -> None:
+        gpu, fsdp = config.gpu, config.fsdp
+        extra = config.silicon.extra_w
+        self.static_w = gpu.idle_w + extra[rank % config.gpus_per_host % len(extra)]
+        self.memory_w = gpu.memory_w
+        self.dynamic_w, self.cap_w = gpu.dynamic_w, gpu.power_cap_w
+        self.max_mhz = gpu.max_clock_mhz * config.faults.slow.get(rank, 1.0)
+        self.share = 1.0 / gpu.max_clock_mhz
+        self.allocator_w, self.swing_w = fsdp.allocator_w, fsdp.allocator_swing_w
+        self.rng = rng
+        self.weight = min(1.0, config.tick_ns / POWER_MEMORY_NS)
+        self.average_w = self.cap_w
+        self.clock_mhz = min(self.max_mhz, self._balanced())
+        self.power_w = self.static_w
+
+    def _balanced(self) -> float:
+        """Clock at which a typical mix of kernels just meets the cap: where the controller starts."""
+        left = self.cap_w - self.static_w - self.memory_w - self.allocator_w
+        return float(np.cbrt(left / (0.85 * self.dynamic_w)) / self.share)
+
+    def update(self, activity: float) -> None:
+        swing = max(-self.allocator_w, self.swing_w * self.rng.standard_normal()) if self.swing_w else 0.0
+        busy = min(1.0, activity * 4)
+        cube = (self.clock_mhz * self.share) ** 3
+        self.power_w = (
+            self.static_w + activity * self.dynamic_w * cube + busy * (self.memory_w + self.allocator_w + swing)
+        )
+        self.average_w += self.weight * (self.power_w - self.average_w)
+        error = (self.cap_w - self.average_w) / self.cap_w
+        jump = (
+            swing / self.cap_w if self.allocator_w else 0.0
+        )  # spikes pull the clock down before the average sees them
+        clock = self.clock_mhz * (1.0 + (0.5 * error - 0.2 * max(0.0, jump)) * self.weight * 4)
+        self.clock_mhz = min(self.max_mhz, max(MIN_CLOCK_SHARE * self.max_mhz, clock))

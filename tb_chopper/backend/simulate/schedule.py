@@ -1,0 +1,308 @@
+"""When everything happens: a discrete-event simulation of all ranks together.
+
+A rank's launching thread runs its program until it has to wait for the device; its streams run their items in order
+once launched and once what they wait for has ended; a collective ends, on all ranks at once, a transfer time after
+the last rank has reached it; running kernels slow down while a collective runs on their GPU and follow the clock
+that the power controller sets at every tick.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from tb_chopper.backend.simulate import physics
+from tb_chopper.backend.simulate.config import Config
+from tb_chopper.backend.simulate.program import Program
+
+N_STREAMS = 3
+HOST_NOISE = 0.08
+"""Relative spread of the cost of one piece of host code."""
+_START, _FINISH, _TICK, _WAKE = 0, 1, 2, 3
+
+
+@dataclass
+class RankTimes:
+    """One rank's times, in float ns since the start of the simulation."""
+
+    points: list[np.ndarray]
+    """per step: time of each host point"""
+    start: np.ndarray
+    """per item, over all steps"""
+    end: np.ndarray
+    work: np.ndarray
+    """cycles of each item"""
+    clock_mhz: np.ndarray
+    """per tick: clock in [tick, tick + 1)"""
+    power_w: np.ndarray
+    """per tick: mean power of the tick that ends there"""
+    activity: np.ndarray
+
+
+@dataclass
+class Timeline:
+    config: Config
+    programs: list[Program]
+    """one per step, the first is the warm-up step"""
+    offsets: np.ndarray
+    """first item of each step, and the number of all items"""
+    ranks: list[RankTimes]
+
+
+def simulate(config: Config, programs: list[Program], progress: Callable[[float], None] | None = None) -> Timeline:
+    """Run the programs, one after the other, on all ranks."""
+    offsets = np.cumsum([0, *[len(p.items) for p in programs]])
+    engine = _Engine(config, programs, offsets)
+    engine.run(progress)
+    return Timeline(config, programs, offsets, [rank.times() for rank in engine.ranks])
+
+
+class _Rank:
+    """State of one rank."""
+
+    def __init__(self, config: Config, programs: list[Program], offsets: np.ndarray, rank: int) -> None:
+        n = int(offsets[-1])
+        self.rng = np.random.default_rng([config.seed, rank])
+        self.controller = physics.PowerController(config, rank, self.rng)
+        base = np.concatenate([[physics.cycles(i.kernel, config.gpu) for i in p.items] for p in programs])
+        jitter = config.faults.jitter
+        self.work_array = base * np.clip(1.0 + jitter * self.rng.standard_normal(n), 0.5, 1.5) if jitter else base
+        self.work: list[float] = self.work_array.tolist()
+        self.launch: list[float] = [-1.0] * n
+        self.start: list[float] = [-1.0] * n
+        self.end: list[float] = [-1.0] * n
+        self.points: list[np.ndarray] = []
+        self.costs: np.ndarray = np.empty(0)
+        self.step, self.block, self.host_t = 0, 0, 0.0
+        self.from_point = 0
+        self.waiting_for = -1
+        self.cursor = [0] * N_STREAMS
+        self.busy = [False] * N_STREAMS
+        self.free_at = [0.0] * N_STREAMS
+        # running compute: per stream item, remaining cycles, version of the prediction
+        self.item = [-1] * N_STREAMS
+        self.remaining = [0.0] * N_STREAMS
+        self.version = [0] * N_STREAMS
+        self.last_t = 0.0
+        self.collectives = 0
+        self.active_ns = 0.0
+        self.ticks: list[tuple[float, float, float]] = []
+
+    def times(self) -> RankTimes:
+        ticks = np.asarray(self.ticks).reshape(-1, 3)
+        return RankTimes(
+            self.points,
+            np.asarray(self.start),
+            np.asarray(self.end),
+            self.work_array,
+            ticks[:, 0],
+            ticks[:, 1],
+            ticks[:, 2],
+        )
+
+
+class _Engine:
+    def __init__(self, config: Config, programs: list[Program], offsets: np.ndarray) -> None:
+        self.config, self.programs, self.offsets = config, programs, offsets.tolist()
+        self.ranks = [_Rank(config, programs, offsets, r) for r in range(config.ranks)]
+        items = [item for p in programs for item in p.items]
+        self.stream = [i.stream for i in items]
+        self.contention = [i.kernel.contention for i in items]
+        self.activity = [i.kernel.activity for i in items]
+        self.deps = [
+            tuple(d + offset for d in i.deps)
+            for p, offset in zip(programs, self.offsets, strict=False)
+            for i in p.items
+        ]
+        self.transfer = [
+            physics.transfer_ns(i.collective.name, i.collective.n_bytes, config) if i.collective else -1.0
+            for i in items
+        ]
+        self.queues: list[list[int]] = [
+            [g for g, s in enumerate(self.stream) if s == stream] for stream in range(N_STREAMS)
+        ]
+        self.launch_points = [np.asarray([i.begin for i in p.items]) for p in programs]
+        self.arrivals: dict[int, int] = {}
+        self.heap: list[tuple[float, int, int, int, int, int]] = []
+        self.count = 0
+        self.unfinished = config.ranks * len(items)
+
+    def run(self, progress: Callable[[float], None] | None) -> None:
+        for r, rank in enumerate(self.ranks):
+            rank.host_t = float(rank.rng.uniform(0, 20_000))
+            self._begin_step(rank)
+            self._host(r, rank.host_t)
+        self._push(0.0, _TICK, 0, 0, 0)
+        total, shown = self.unfinished, 0.0
+        while self.unfinished or any(rank.step < len(self.programs) for rank in self.ranks):
+            t, _, kind, r, a, b = heapq.heappop(self.heap)
+            if kind == _START:
+                self._start(t, r, a, b)
+            elif kind == _FINISH:
+                rank = self.ranks[r]
+                if rank.version[a] == b and rank.item[a] >= 0:
+                    self._finish(t, r, a)
+            elif kind == _WAKE:
+                self._host(r, t)
+            else:
+                self._tick(t)
+                done = 1.0 - self.unfinished / total
+                if progress is not None and done - shown > 0.02:
+                    shown = done
+                    progress(done)
+        self._tick(t)
+
+    def _push(self, t: float, kind: int, r: int, a: int, b: int) -> None:
+        self.count += 1
+        heapq.heappush(self.heap, (t, self.count, kind, r, a, b))
+
+    # host
+
+    def _begin_step(self, rank: _Rank) -> None:
+        program = self.programs[rank.step]
+        noise = rank.rng.lognormal(0.0, HOST_NOISE, len(program.cost_ns))
+        rank.costs = program.cost_ns * noise
+        rank.points.append(np.empty(len(program.cost_ns)))
+        rank.block, rank.from_point = 0, 0
+
+    def _host(self, r: int, t: float) -> None:
+        """Run the launching thread from `t` on until it waits for the device or the program ends."""
+        rank = self.ranks[r]
+        while rank.step < len(self.programs):
+            program, offset = self.programs[rank.step], self.offsets[rank.step]
+            points = rank.points[-1]
+            blocked = rank.block < len(program.blocks)
+            stop = program.blocks[rank.block][0] if blocked else len(points)
+            begin = rank.from_point
+            if stop > begin:
+                points[begin:stop] = t + np.cumsum(rank.costs[begin:stop])
+                t = float(points[stop - 1])
+                self._launched(rank, offset, begin, stop)
+                rank.from_point = stop
+                self._wake_streams(r)
+            if not blocked:
+                rank.step += 1
+                rank.host_t = t
+                if rank.step < len(self.programs):
+                    self._begin_step(rank)
+                continue
+            waited = program.blocks[rank.block][1] + offset
+            if waited >= 0 and rank.end[waited] < 0:
+                rank.waiting_for, rank.host_t = waited, t
+                return
+            if waited >= 0:
+                t = max(t, rank.end[waited])
+            rank.block += 1
+
+    def _launched(self, rank: _Rank, offset: int, begin: int, stop: int) -> None:
+        launch_points = self.launch_points[rank.step]
+        first, last = np.searchsorted(launch_points, [begin, stop])
+        times = rank.points[-1][launch_points[first:last]].tolist()
+        rank.launch[offset + first : offset + last] = times
+
+    # device
+
+    def _wake_streams(self, r: int) -> None:
+        rank = self.ranks[r]
+        for stream in range(N_STREAMS):
+            if not rank.busy[stream]:
+                self._try(r, rank, stream)
+
+    def _try(self, r: int, rank: _Rank, stream: int) -> None:
+        """Schedule the next item of an idle stream if all it waits for is known to have happened."""
+        queue, cursor = self.queues[stream], rank.cursor[stream]
+        if cursor >= len(queue):
+            return
+        g = queue[cursor]
+        if rank.launch[g] < 0:
+            return
+        t = rank.free_at[stream]
+        for d in self.deps[g]:
+            end = rank.end[d]
+            if end < 0:
+                return
+            if end > t:
+                t = end
+        host = self.config.host
+        t = max(t + host.dispatch_gap_ns, rank.launch[g] + host.launch_latency_ns)
+        rank.busy[stream] = True
+        self._push(t, _START, r, stream, g)
+
+    def _start(self, t: float, r: int, stream: int, g: int) -> None:
+        rank = self.ranks[r]
+        rank.start[g] = t
+        if self.transfer[g] >= 0:
+            self._advance(rank, t)
+            rank.collectives += 1
+            self._predict_all(r, rank, t)
+            arrived = self.arrivals.get(g, 0) + 1
+            self.arrivals[g] = arrived
+            if arrived == len(self.ranks):
+                end = t + self.transfer[g]
+                for other, state in enumerate(self.ranks):
+                    state.item[stream], state.version[stream] = g, state.version[stream] + 1
+                    self._push(end, _FINISH, other, stream, state.version[stream])
+            return
+        self._advance(rank, t)
+        rank.item[stream], rank.remaining[stream] = g, rank.work[g]
+        self._predict(r, rank, stream, t)
+
+    def _advance(self, rank: _Rank, t: float) -> None:
+        """Work done since the last change of clock or contention."""
+        elapsed = t - rank.last_t
+        if elapsed <= 0:
+            return
+        rank.last_t = t
+        clock = rank.controller.clock_mhz * 1e-3  # cycles per ns
+        activity = 0.0
+        for stream in range(N_STREAMS):
+            g = rank.item[stream]
+            if g >= 0 and self.transfer[g] < 0:
+                contention = self.contention[g] if rank.collectives else 0.0
+                rank.remaining[stream] -= elapsed * clock / (1.0 + contention)
+                activity += self.activity[g]
+        if rank.collectives:
+            activity += 0.06
+        rank.active_ns += elapsed * min(1.0, activity)
+
+    def _predict_all(self, r: int, rank: _Rank, t: float) -> None:
+        for stream in range(N_STREAMS):
+            g = rank.item[stream]
+            if g >= 0 and self.transfer[g] < 0:
+                self._predict(r, rank, stream, t)
+
+    def _predict(self, r: int, rank: _Rank, stream: int, t: float) -> None:
+        g = rank.item[stream]
+        contention = self.contention[g] if rank.collectives else 0.0
+        rank.version[stream] += 1
+        left = max(0.0, rank.remaining[stream]) * (1.0 + contention) / (rank.controller.clock_mhz * 1e-3)
+        self._push(t + left, _FINISH, r, stream, rank.version[stream])
+
+    def _finish(self, t: float, r: int, stream: int) -> None:
+        rank = self.ranks[r]
+        g = rank.item[stream]
+        self._advance(rank, t)
+        rank.item[stream] = -1
+        rank.end[g], rank.free_at[stream], rank.busy[stream] = t, t, False
+        rank.cursor[stream] += 1
+        self.unfinished -= 1
+        if self.transfer[g] >= 0:
+            rank.collectives -= 1
+            self._predict_all(r, rank, t)
+        if rank.waiting_for == g:
+            rank.waiting_for = -1
+            self._push(max(t, rank.host_t), _WAKE, r, 0, 0)
+        self._wake_streams(r)
+
+    def _tick(self, t: float) -> None:
+        for r, rank in enumerate(self.ranks):
+            self._advance(rank, t)
+            activity = rank.active_ns / self.config.tick_ns if t else 0.0
+            rank.active_ns = 0.0
+            rank.controller.update(activity)
+            rank.ticks.append((rank.controller.clock_mhz, rank.controller.power_w, activity))
+            self._predict_all(r, rank, t)
+        self._push(t + self.config.tick_ns, _TICK, 0, 0, 0)

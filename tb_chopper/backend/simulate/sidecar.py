@@ -1,0 +1,114 @@
+"""The sidecar of a simulated trace: what the handler would have written beside it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tb_chopper.backend.simulate.config import Config
+from tb_chopper.backend.simulate.recorded import BOOT_NS, EPOCH_NS, Rank
+from torch_ext import sidecar
+
+
+def write(trace: Path, rank: Rank) -> Path:
+    """Write the sidecar of a rank's trace; returns its path."""
+    path = sidecar.path_for(trace)
+    sidecar.write(path, build(rank))
+    return path
+
+
+def build(rank: Rank) -> sidecar.Sidecar:
+    config = rank.config
+    content = sidecar.empty()
+    content.update(
+        {
+            "worker": f"{rank.host}_r{rank.rank}_{rank.pid}",
+            "span_ns": rank.window_end,
+            "identity": {
+                "host": rank.host,
+                "rank": rank.rank,
+                "world_size": config.ranks,
+                "local_rank": rank.local_rank,
+                "pid": rank.pid,
+                "device": {
+                    "type": "cuda",
+                    "index": rank.local_rank,
+                    "name": config.gpu.name,
+                    "pci_address": pci_address(rank.local_rank),
+                    "compute_units": config.gpu.units,
+                    "memory_bytes": config.gpu.memory_bytes,
+                },
+            },
+            "clocks": [_clocks("start", rank.window_start), _clocks("stop", rank.window_end)],
+            "versions": {
+                "torch": "2.13.0",
+                "cuda": None if config.gpu.dialect == "rocm" else "12.8",
+                "hip": "7.0" if config.gpu.dialect == "rocm" else None,
+                "python": "3.12",
+                "tb_chopper": None,
+            },
+            "profiler": {
+                "record_shapes": True,
+                "with_stack": False,
+                "profile_memory": False,
+                "with_flops": False,
+                "with_modules": False,
+                "first_step": rank.steps[0].number,
+                "last_step": rank.steps[-1].number,
+            },
+            "training": {
+                "tokens_per_step": config.tokens,
+                "model_flops_per_step": model_flop(config),
+                "parallel": {"dp_shard": config.ranks},
+            },
+            "modules": _modules(config),
+            "simulated": True,
+            "notes": [
+                f"simulated: preset {config.preset}, batch {config.batch}, sequence {config.sequence}, "
+                f"FSDP{config.fsdp.version}, seed {config.seed}"
+            ],
+        }
+    )
+    return content
+
+
+def pci_address(local_rank: int) -> str:
+    return f"0000:{0x05 + 0x20 * local_rank:02x}:00.0"
+
+
+def boot_ns(wall_ns: int) -> int:
+    """CLOCK_BOOTTIME (and CLOCK_MONOTONIC: the hosts never slept) at a wall-clock time."""
+    return wall_ns - EPOCH_NS + BOOT_NS
+
+
+def model_flop(config: Config) -> float:
+    """Model FLOPs of one rank and step: 6 per parameter outside the embedding and token, and attention, causal half."""
+    m = config.model
+    dense = m.params - m.vocab * m.dim - (2 * m.layers + 1) * m.dim
+    attention = 7.0 * config.batch * m.heads * config.sequence**2 * m.head_dim * m.layers
+    return 6.0 * dense * config.tokens + attention
+
+
+def _clocks(where: str, wall_ns: int) -> sidecar.ClockPair:
+    return {
+        "where": where,
+        "realtime_ns": wall_ns,
+        "monotonic_ns": boot_ns(wall_ns),
+        "boottime_ns": boot_ns(wall_ns),
+        "uncertainty_ns": 200,
+    }
+
+
+def _modules(config: Config) -> list[sidecar.Module]:
+    m = config.model
+    rows: list[tuple[str, str, int]] = [("", "Transformer", m.params), ("tok_embeddings", "Embedding", m.vocab * m.dim)]
+    qkv = m.dim * (m.heads + 2 * m.kv_heads) * m.head_dim
+    for i in range(m.layers):
+        rows += [
+            (f"layers.{i}", "TransformerBlock", m.layer_params),
+            (f"layers.{i}.attention_norm", "RMSNorm", m.dim),
+            (f"layers.{i}.attention", "Attention", qkv + m.heads * m.head_dim * m.dim),
+            (f"layers.{i}.ffn_norm", "RMSNorm", m.dim),
+            (f"layers.{i}.feed_forward", "FeedForward", 3 * m.dim * m.hidden),
+        ]
+    rows += [("norm", "RMSNorm", m.dim), ("output", "Linear", m.vocab * m.dim)]
+    return [{"fqn": fqn, "cls": cls, "params": params, "order": order} for order, (fqn, cls, params) in enumerate(rows)]

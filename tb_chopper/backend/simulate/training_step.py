@@ -1,0 +1,292 @@
+"""The program of a training step under FSDP: who gathers what when, forward, backward, clip and AdamW."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from tb_chopper.backend.simulate import event_args, kernel_names
+from tb_chopper.backend.simulate.config import Config
+from tb_chopper.backend.simulate.program import (
+    AUTOGRAD,
+    COMPUTE,
+    GATHER,
+    MAIN,
+    NO_LAYER,
+    REDUCE,
+    STEP_NAME,
+    Program,
+    Recorder,
+)
+from tb_chopper.backend.simulate.workload import BF16, FP32, Call, Collective, Kernel, Op, Workload
+
+_EVALUATE = "autograd::engine::evaluate_function: "
+_ACCUMULATE = "torch::autograd::AccumulateGrad"
+_POST_BACKWARD = "RegisterPostBackwardFunctionBackward"
+_FSDP1 = "FullyShardedDataParallel."
+_CHANNELS = {
+    "_allgather_base": ("c10d::_allgather_base_", "nccl:_all_gather_base"),
+    "_reduce_scatter_base": ("c10d::_reduce_scatter_base_", "nccl:_reduce_scatter_base"),
+    "allreduce": ("c10d::allreduce_", "nccl:all_reduce"),
+}
+ROOT = NO_LAYER
+"""The FSDP unit of what is outside the layers; the others go by their layer."""
+
+
+class Recorded(NamedTuple):
+    """A forward operator that waits for its backward."""
+
+    op: Op
+    seq: int
+    point: int
+    """begin of the operator that made the autograd node"""
+    layer: int
+
+
+def build(config: Config, workload: Workload, *, optimizer: bool, synchronize: bool) -> Program:
+    """The program of one step. `optimizer`: clip and AdamW at its end; `synchronize`: the loss is read at its end."""
+    return _Step(config, workload).build(optimizer, synchronize)
+
+
+class _Step:
+    def __init__(self, config: Config, workload: Workload) -> None:
+        self.config, self.workload, self.fsdp = config, workload, config.fsdp
+        self.record = Recorder(config)
+        self.last_copy_out: int | None = None
+        self.free_after: int | None = None
+        """FSDP1: item whose end frees the memory for one more gathered unit"""
+        self.prefetched: int | None = None
+
+    def build(self, optimizer: bool, synchronize: bool) -> Program:
+        record, host = self.record, self.config.host
+        record.point(host.step_preparation_ns * 0.1)
+        step_event = len(record.events)
+        with record.scope(STEP_NAME):
+            record.point(host.step_preparation_ns)
+            with record.scope("GetInputLabels", "GetInputLabels"):
+                self._copy_inputs()
+            recorded = self._forward_pass()
+            with record.scope("b_l"):
+                record.thread = AUTOGRAD
+                self._backward_pass(*recorded)
+                record.thread = MAIN
+            if optimizer:
+                self._optimizer_pass()
+            record.phase, record.layer = "other", NO_LAYER
+            if synchronize:
+                self._read_scalar()
+        return record.program(step_event)
+
+    # passes
+
+    def _forward_pass(self) -> tuple[list[Recorded], list[list[Recorded]], list[Recorded]]:
+        record = self.record
+        record.phase = "forward"
+        self._unshard(ROOT)
+        before = self._forward_ops(self.workload.before)
+        layers, ends = [], [record.last_item]
+        for i in range(self.config.model.layers):
+            record.layer = i
+            self.free_after = ends[-2] if i else None
+            with record.scope(f"Layer{i}"):
+                self._unshard(i)
+                layers.append(self._forward_ops(self.workload.layer))
+                if self.fsdp.version == 2:
+                    with record.scope(f"FSDP::post_forward{_label(i)}"):
+                        pass
+            ends.append(record.last_item)
+        record.layer = NO_LAYER
+        return before, layers, self._forward_ops(self.workload.after)
+
+    def _forward_ops(self, ops: Sequence[Op]) -> list[Recorded]:
+        """Operators under the scopes of their operations; neighbours of one operation share a scope."""
+        done: list[Recorded] = []
+        while len(done) < len(ops):
+            name = ops[len(done)].operation
+            with self.record.scope(name, name):
+                while len(done) < len(ops) and ops[len(done)].operation == name:
+                    done.append(self._forward_op(ops[len(done)], ops[len(done)].outer))
+        return done
+
+    def _forward_op(self, op: Op, outer: Sequence[str]) -> Recorded:
+        record = self.record
+        if outer:
+            with record.op(outer[0], seq=record.seq, args=event_args.shapes(op.call)):
+                return self._forward_op(op, outer[1:])
+        recorded = Recorded(op, record.seq, len(record.cost), record.layer)
+        record.seq += bool(op.node)
+        record.call(op.call, seq=recorded.seq)
+        return recorded
+
+    def _backward_pass(self, before: list[Recorded], layers: list[list[Recorded]], after: list[Recorded]) -> None:
+        record = self.record
+        record.phase = "backward"
+        for recorded in reversed(after):
+            self._backward_op(recorded)
+        end = record.last_item
+        for i in reversed(range(len(layers))):
+            self.free_after = end
+            for recorded in reversed(layers[i]):
+                self._backward_op(recorded, gather=recorded is layers[i][-1])
+            end = record.last_item
+            self._reduce_gradients(i)
+        for recorded in reversed(before):
+            self._backward_op(recorded)
+        self._reduce_gradients(ROOT)
+        assert record.last_collective is not None
+        record.awaited.append(record.last_collective)
+
+    def _backward_op(self, recorded: Recorded, *, gather: bool = False) -> None:
+        """The autograd node of an operator; `gather`: it is the first of its layer, whose parameters it asks for."""
+        record, op = self.record, recorded.op
+        record.layer, record.operation = recorded.layer, op.operation
+        with record.op(_EVALUATE + op.node, seq=recorded.seq, fwd_thread=1):
+            if gather:
+                self._pre_backward(recorded.layer)
+                record.layer, record.operation = recorded.layer, op.operation
+            record.flows.append((recorded.point, len(record.cost)))
+            with record.op(op.node, seq=recorded.seq, fwd_thread=1):
+                for call in op.backward:
+                    record.call(call)
+        if op.parameter:
+            with record.op(_EVALUATE + _ACCUMULATE), record.op(_ACCUMULATE), record.op("aten::detach"):
+                pass
+
+    def _optimizer_pass(self) -> None:
+        record, host = self.record, self.config.host
+        record.phase, record.layer = "optimizer", NO_LAYER
+        with record.scope("b_ga", "b_ga"):
+            self._read_scalar()
+            record.point(host.optimizer_preparation_ns * 0.4)
+            for call in self.workload.clip:
+                record.call(call)
+            record.awaited.append(self._collective("allreduce", 1, 1, REDUCE, [record.last_item], "Float"))
+            for call in self.workload.clip_scale:
+                record.call(call)
+            self._read_scalar()
+            with record.scope("Optimizer.step#AdamW.step", "opt_step"):
+                record.point(host.optimizer_preparation_ns)
+                for call in self.workload.optimizer:
+                    record.call(call)
+            with record.scope("Optimizer.zero_grad#AdamW.zero_grad"):
+                pass
+
+    def _copy_inputs(self) -> None:
+        name = "Memcpy HtoD (Pinned -> Device)" if self.record.dialect == "cuda" else "Memcpy HtoD (Host -> Device)"
+        kernel = Kernel(name, "memcpy", bytes=self.config.tokens * 8, utilization=0.005, activity=0.05, api="copy")
+        shape = (self.config.batch, self.config.sequence)
+        copy = Call("aten::copy_", (shape, shape), ("long int",) * 2, ("", "", "False"), kernels=(kernel,))
+        with self.record.op("aten::to"), self.record.op("aten::_to_copy"):
+            self.record.call(copy)
+
+    def _read_scalar(self) -> None:
+        """`.item()`: the host waits until all work so far is done."""
+        record = self.record
+        name = "Memcpy DtoH (Device -> Pageable)" if record.dialect == "cuda" else "Memcpy DtoH (Device -> Host)"
+        deps = [] if record.last_collective is None else [record.last_collective]
+        with record.op("aten::item"), record.op("aten::_local_scalar_dense"):
+            record.launch(Kernel(name, "memcpy", bytes=4, activity=0.05, api="copy"), COMPUTE, deps, blocking=True)
+
+    # sharding
+
+    def _unshard(self, unit: int) -> None:
+        """Before the forward of a unit: gather its parameters and let the compute stream wait for them."""
+        if self.fsdp.version == 2:
+            with self.record.scope(f"FSDP::pre_forward{_label(unit)}", "FSDP::pre_forward"):
+                self._copy_out(unit, self._all_gather(unit))
+        else:
+            with self.record.scope(f"{_FSDP1}_pre_forward", f"{_FSDP1}_pre_forward"):
+                self.record.awaited.append(self._all_gather(unit))
+
+    def _pre_backward(self, unit: int) -> None:
+        """Before the backward of a unit: use its parameters, and gather those of the next one."""
+        record, ready = self.record, self.prefetched
+        if self.fsdp.version == 2:
+            with record.scope(f"FSDP::pre_backward{_label(unit)}", "FSDP::pre_backward"):
+                self._copy_out(unit, self._all_gather(unit) if ready is None else ready)
+                if unit > 0:
+                    with record.scope(f"FSDP::backward_prefetch for layers.{unit - 1}", "FSDP::backward_prefetch"):
+                        self.prefetched = self._all_gather(unit - 1)
+        else:
+            with record.scope(f"{_FSDP1}_pre_backward_hook", f"{_FSDP1}_pre_backward_hook"):
+                record.awaited.append(self._all_gather(unit) if ready is None else ready)
+                if unit > 0:
+                    with record.scope(f"{_FSDP1}_pre_backward_prefetch", f"{_FSDP1}_pre_backward_prefetch"):
+                        self.prefetched = self._all_gather(unit - 1)
+
+    def _all_gather(self, unit: int) -> int:
+        """Gather the parameters of a unit; returns the collective."""
+        record, shard = self.record, self._shard(unit)
+        record.layer = unit
+        if self.fsdp.version == 2:
+            with record.scope(f"FSDP::all_gather{_label(unit)}", "FSDP::all_gather"):
+                copy = _copy("fsdp::all_gather_copy_in", kernel_names.COPY_IN, shard)
+                record.call(copy, stream=GATHER, deps=[] if self.last_copy_out is None else [self.last_copy_out])
+                return self._collective("_allgather_base", shard, shard * self.config.ranks, GATHER)
+        free = [] if self.free_after is None else [self.free_after]
+        if free and self.fsdp.rate_limiter:
+            with record.scope(f"{_FSDP1}rate_limiter"):
+                record.runtime(*event_args.SYNCHRONIZE[record.dialect], wait_for=self.free_after)
+        return self._collective("_allgather_base", shard, shard * self.config.ranks, GATHER, free)
+
+    def _copy_out(self, unit: int, gathered: int) -> None:
+        record = self.record
+        record.layer = unit
+        with record.scope(f"FSDP::all_gather_copy_out{_label(unit)}", "FSDP::all_gather_copy_out"):
+            copy = _copy("fsdp::split_with_sizes_copy", kernel_names.COPY_OUT, self._params(unit))
+            record.call(copy, deps=[gathered])
+        self.last_copy_out = record.last_item
+
+    def _reduce_gradients(self, unit: int) -> None:
+        """After the backward of a unit: reduce-scatter its gradients."""
+        record, last, shard = self.record, self.record.last_item, self._shard(unit)
+        record.layer = unit
+        if self.fsdp.version == 2:
+            with record.op(_EVALUATE + _POST_BACKWARD), record.op(_POST_BACKWARD):
+                with record.scope(f"FSDP::post_backward_reshard{_label(unit)}"):
+                    pass
+                with record.scope(f"FSDP::post_backward_reduce{_label(unit)}", "FSDP::post_backward_reduce"):
+                    copy = _copy("fsdp::chunk_cat", kernel_names.CHUNK_CAT, self._params(unit))
+                    record.call(copy, stream=REDUCE, deps=[last])
+                    self._collective("_reduce_scatter_base", shard * self.config.ranks, shard, REDUCE)
+        else:
+            hook = f"{_FSDP1}_post_backward_hook"
+            with record.op(_EVALUATE + _ACCUMULATE), record.op(_ACCUMULATE), record.scope(hook, hook):
+                self._collective("_reduce_scatter_base", shard * self.config.ranks, shard, REDUCE, [last])
+
+    def _collective(self, name: str, n_in: int, n_out: int, stream: int, deps: Sequence[int] = (),
+                    dtype: str = "BFloat16") -> int:
+        record, ranks = self.record, self.config.ranks
+        n_bytes = max(n_in, n_out) * (BF16 if dtype == "BFloat16" else FP32)
+        collective = Collective(name, record.collectives, n_in, n_out, n_bytes, dtype)
+        record.collectives += 1
+        buffers = event_args.buffers(collective)
+        operator, annotation = _CHANNELS[name]
+        comms = event_args.comms(collective, self.config)
+        kernel = Kernel(kernel_names.COLLECTIVES[record.dialect][name], "collective", bytes=n_bytes,
+                        blocks=min(56, 7 * ranks), activity=0.06, api="ext")
+        with (
+            record.op(operator, args=buffers),
+            record.op("record_param_comms", args=comms, collective=collective.number),
+            record.scope(annotation, args=buffers),
+        ):
+            for call in event_args.WAIT_CALLS[record.dialect]:
+                record.runtime(*call)
+            return record.launch(kernel, stream, deps, collective)
+
+    def _params(self, unit: int) -> int:
+        return self.config.model.root_params if unit == ROOT else self.config.model.layer_params
+
+    def _shard(self, unit: int) -> int:
+        return -(-self._params(unit) // self.config.ranks)
+
+
+def _label(unit: int) -> str:
+    return "" if unit == ROOT else f" (layers.{unit})"
+
+
+def _copy(name: str, kernel_name: str, elements: int) -> Call:
+    """One of FSDP2's copies between parameters and the buffers of collectives: reads and writes every element."""
+    kernel = Kernel(kernel_name, "vector", bytes=2.0 * elements * BF16, utilization=0.55, contention=0.32,
+                    activity=0.35, blocks=max(1, elements // 16_384))
+    return Call(name, ((elements,),), ("TensorList",), ("",), kernels=(kernel,))

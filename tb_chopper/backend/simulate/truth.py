@@ -1,0 +1,232 @@
+"""The right answers: per kernel, what caused its time, and what a correct analysis must find in the files.
+
+`truth.parquet` has one row per device activity in the capture windows (`COLUMNS`), joined to a trace by (rank,
+correlation); `truth.json` tells the configuration, the ranks and their files. Times are ns on the rank's own clock.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from tb_chopper.backend.simulate import physics
+from tb_chopper.backend.simulate.config import Config
+from tb_chopper.backend.simulate.program import Item, Program
+from tb_chopper.backend.simulate.recorded import Rank, Step, clock_offset
+from tb_chopper.backend.simulate.schedule import RankTimes
+
+NAME, TABLE = "truth.json", "truth.parquet"
+
+COLUMNS: dict[str, str] = {
+    "rank": "rank",
+    "step": "ProfilerStep the kernel was launched in; the warm-up step's number for kernels launched before",
+    "correlation": "correlation id in the rank's trace",
+    "launched": "False: launched before the capture",
+    "name": "kernel name",
+    "kind": "compute | communication | memcpy",
+    "type": "gemm | attention | vector | collective | memcpy",
+    "operation": "operation (attn_fa, FSDP::all_gather_copy_out, ...)",
+    "layer": "layer number, -1: none",
+    "phase": "forward | backward | optimizer | other",
+    "cpu_op": "innermost operator that launched it",
+    "stream": "0 compute, 1 gather, 2 reduce",
+    "start_ns": "start",
+    "end_ns": "end",
+    "launch_ns": "start of the launch call, -1 where launched before the capture",
+    "overlap_ns": "part of a compute kernel that runs under communication",
+    "prep_ns": "O_prep",
+    "call_ns": "O_call",
+    "call_under_communication_ns": "part of call_ns under communication",
+    "unattributed_ns": "gap before a kernel that was launched before the capture",
+    "flop": "theoretical FLOPs",
+    "flop_performed": "FLOPs of the matrix cores, padding included",
+    "bytes": "bytes moved, or bytes of the message",
+    "work_cycles": "cycles needed alone",
+    "clock_mhz": "mean clock while it ran",
+    "power_w": "mean power while it ran",
+    "energy_j": "energy while it ran",
+    "d_thr_ns": "time at peak",
+    "ovr_inst": "padding",
+    "ovr_util": "1 / utilization",
+    "ovr_overlap": "contention",
+    "ovr_freq": "maximum clock / clock",
+    "seq": "sequence number of a collective, else -1",
+    "wait_ns": "collectives: from this rank's arrival to the last one's",
+}
+"""d_thr_ns * ovr_inst * ovr_util * ovr_overlap * ovr_freq = end_ns - start_ns, for compute kernels and copies."""
+
+
+def of_rank(rank: Rank, times: RankTimes) -> pd.DataFrame:
+    """One row per device activity of the rank's trace, `wait_ns` still missing."""
+    parts = [
+        _of_step(rank, rank.warm, False).iloc[rank.warm_items],
+        *(_of_step(rank, step, True) for step in rank.steps),
+    ]
+    table = pd.concat(parts, ignore_index=True)
+    table = table.sort_values("start_ns", kind="stable", ignore_index=True)
+    offsets = np.cumsum([0, len(rank.warm.program.items), *[len(s.program.items) for s in rank.steps]])
+    work = np.concatenate([times.work[: offsets[1]][rank.warm_items], times.work[offsets[1] :]])
+    table["work_cycles"] = work[table.pop("row").to_numpy()]
+    _gaps(table)
+    _power(table, rank, times)
+    _factors(table, rank.config)
+    return table
+
+
+def with_waits(tables: Sequence[pd.DataFrame], config: Config) -> pd.DataFrame:
+    """All ranks' tables as one; a collective's wait lasts until its last rank has arrived."""
+    table = pd.concat(tables, ignore_index=True)
+    true_start = table["start_ns"] - table["rank"].map(lambda r: clock_offset(config, r))
+    last = true_start.groupby(table["seq"]).transform("max")
+    arrived = true_start.groupby(table["seq"]).transform("size") == len(tables)
+    table["wait_ns"] = (last - true_start).where((table["seq"] >= 0) & arrived, -1).astype("int64")
+    return table[list(COLUMNS)]
+
+
+def write(
+    directory: Path, table: pd.DataFrame, config: Config, ranks: Sequence[Rank], files: Sequence[dict[str, Any]]
+) -> None:
+    for column in ("name", "kind", "type", "operation", "phase", "cpu_op"):
+        table[column] = table[column].astype("category")
+    table.to_parquet(directory / TABLE, index=False)
+    summary = {
+        "simulated": True,
+        "config": asdict(config),
+        "peak_flop_per_s": config.gpu.peak_flop_per_s,
+        "columns": COLUMNS,
+        "ranks": [
+            {
+                "rank": r.rank,
+                "host": r.host,
+                "pid": r.pid,
+                "device": r.device,
+                "clock_offset_ns": clock_offset(config, r.rank),
+                "window_ns": [r.window_start, r.window_end],
+                "steps": [
+                    {
+                        "step": s.number,
+                        "start_ns": int(s.points[s.program.events[s.program.step_event].begin]),
+                        "end_ns": int(s.points[s.program.events[s.program.step_event].end]),
+                    }
+                    for s in r.steps
+                ],
+                **file,
+            }
+            for r, file in zip(ranks, files, strict=True)
+        ],
+    }
+    (directory / NAME).write_text(json.dumps(summary, indent=1), encoding="utf-8")
+
+
+def _of_step(rank: Rank, step: Step, launched: bool) -> pd.DataFrame:
+    static = _static(step.program, rank.config)
+    table = static.copy()
+    n = len(table)
+    table["rank"], table["step"], table["launched"] = rank.rank, step.number, launched
+    table["start_ns"], table["end_ns"] = step.start, step.end
+    table["correlation"] += step.correlation
+    table["launch_ns"] = step.points[table.pop("begin")] if launched else -1
+    table["seq"] = np.where(table["seq"] >= 0, table["seq"] + step.collective, -1)
+    first = (
+        (len(rank.warm_items) + sum(len(s.program.items) for s in rank.steps if s.number < step.number))
+        if launched
+        else 0
+    )
+    table["row"] = first + np.arange(n) if launched else np.searchsorted(rank.warm_items, np.arange(n))
+    return table
+
+
+def _static(program: Program, config: Config) -> pd.DataFrame:
+    items: list[Item] = program.items
+    kinds = {"collective": "communication", "memcpy": "memcpy"}
+    return pd.DataFrame(
+        {
+            "correlation": [i.correlation for i in items],
+            "begin": [i.begin for i in items],
+            "name": [i.kernel.name for i in items],
+            "kind": [kinds.get(i.kernel.kind, "compute") for i in items],
+            "type": [i.kernel.kind for i in items],
+            "operation": [i.operation for i in items],
+            "layer": [i.layer for i in items],
+            "phase": [i.phase for i in items],
+            "cpu_op": [i.cpu_op for i in items],
+            "stream": [i.stream for i in items],
+            "flop": [i.kernel.flop for i in items],
+            "flop_performed": [i.kernel.flop_performed for i in items],
+            "bytes": [i.kernel.bytes for i in items],
+            "d_thr_ns": [physics.theoretical_ns(i.kernel, config.gpu) for i in items],
+            "seq": [i.collective.number if i.collective else -1 for i in items],
+        }
+    )
+
+
+def _covered(begin: np.ndarray, end: np.ndarray, t: np.ndarray) -> np.ndarray:
+    """Length of the disjoint sorted intervals that lies before each t."""
+    total = np.concatenate([[0], np.cumsum(end - begin)])
+    before = np.searchsorted(begin, t, side="right")
+    running = np.maximum(0, end[np.maximum(before - 1, 0)] - t) if len(begin) else np.zeros_like(t)
+    return total[before] - np.where(before > 0, running, 0)
+
+
+def _gaps(table: pd.DataFrame) -> None:
+    """Overlap and launch overhead of the compute kernels, as defined in the documentation of the metrics."""
+    comm = table.loc[table["kind"] == "communication", ["start_ns", "end_ns"]].to_numpy()
+    compute = (table["kind"] == "compute").to_numpy()
+    start, end = table["start_ns"].to_numpy(), table["end_ns"].to_numpy()
+    overlap = _covered(comm[:, 0], comm[:, 1], end) - _covered(comm[:, 0], comm[:, 1], start)
+    table["overlap_ns"] = np.where(compute, overlap, 0)
+    gaps = {
+        name: np.zeros(len(table), np.int64)
+        for name in ("prep_ns", "call_ns", "call_under_communication_ns", "unattributed_ns")
+    }
+    rows = np.flatnonzero(compute)
+    if len(rows) > 1:
+        launch = table["launch_ns"].to_numpy()[rows[1:]]
+        begin = start[rows[1:]]
+        free = np.maximum.accumulate(end[rows])[:-1]
+        gap = np.maximum(0, begin - free)
+        known = launch >= 0
+        prep = np.where(known, np.minimum(np.maximum(0, launch - free), gap), 0)
+        call = np.where(known, gap - prep, 0)
+        under = _covered(comm[:, 0], comm[:, 1], begin) - _covered(comm[:, 0], comm[:, 1], begin - call)
+        for name, values in zip(gaps, (prep, call, np.where(call > 0, under, 0), np.where(known, 0, gap)), strict=True):
+            gaps[name][rows[1:]] = values
+    for name, values in gaps.items():
+        table[name] = values
+
+
+def _power(table: pd.DataFrame, rank: Rank, times: RankTimes) -> None:
+    """Mean clock and power over each kernel, from the controller's ticks."""
+    tick = rank.config.tick_ns
+    edges = np.arange(len(times.clock_mhz)) * float(tick)
+    zero = clock_offset(rank.config, rank.rank)
+    start, end = (table[c].to_numpy() - zero for c in ("start_ns", "end_ns"))
+    length = np.maximum(end - start, 1)
+    for name, values in (("clock_mhz", times.clock_mhz[:-1]), ("power_w", times.power_w[1:])):
+        total = np.concatenate([[0.0], np.cumsum(values) * tick])
+        table[name] = (np.interp(end, edges, total) - np.interp(start, edges, total)) / length
+    table["energy_j"] = table["power_w"] * length * 1e-9
+
+
+def _factors(table: pd.DataFrame, config: Config) -> None:
+    compute = (table["kind"] != "communication").to_numpy()
+    duration = (table["end_ns"] - table["start_ns"]).to_numpy()
+    f_peak = config.gpu.max_clock_mhz
+    matrix = (table["flop"] > 0).to_numpy()
+    inst = np.where(matrix, table["flop_performed"] / table["flop"].where(matrix, 1), 1.0)
+    work_ns = table["work_cycles"].to_numpy() / (f_peak * 1e-3)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        factors = {
+            "ovr_inst": inst,
+            "ovr_util": work_ns / (table["d_thr_ns"].to_numpy() * inst),
+            "ovr_overlap": duration * table["clock_mhz"].to_numpy() / (f_peak * work_ns),
+            "ovr_freq": f_peak / table["clock_mhz"].to_numpy(),
+        }
+    for name, values in factors.items():
+        table[name] = np.where(compute, values, np.nan)

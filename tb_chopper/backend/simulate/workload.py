@@ -1,0 +1,322 @@
+"""The operations of a transformer's training step: which kernels they launch, with FLOPs and bytes.
+
+An `Op` is one autograd node: its forward calls, and the calls of its backward node. Names of operations are those
+of the published workload (attn_n, qkv_ip, attn_fa, mlp_gp, ...).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from tb_chopper.backend.simulate import kernel_names
+from tb_chopper.backend.simulate.config import Config
+
+BF16, FP32 = 2, 4
+DTYPE = {BF16: "c10::BFloat16", FP32: "float"}
+MIN_BYTES = 1 << 20  # a kernel cannot be shorter than its start and drain: about 2 us
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One device activity. `flop` is what the mathematics asks for, `flop_performed` what the matrix cores do
+    (padded tiles); `bytes` what a memory-bound kernel moves. `utilization`: share of the matrix cores' (or of the
+    memory's) peak that the kernel reaches while it runs alone."""
+
+    name: str
+    kind: str  # gemm | attention | vector | memcpy | collective
+    flop: float = 0.0
+    flop_performed: float = 0.0
+    bytes: float = 0.0
+    utilization: float = 1.0
+    blocks: int = 1
+    block: int = 256
+    contention: float = 0.0
+    """slow-down while a collective runs on the same GPU: rate = 1 / (1 + contention)"""
+    activity: float = 0.4
+    """share of the cores' dynamic power"""
+    api: str = "launch"  # launch | module | ext_module | ext | copy
+
+
+class Collective(NamedTuple):
+    name: str
+    number: int
+    """occurrence in the step, counted from 0"""
+    in_nelems: int
+    out_nelems: int
+    n_bytes: int
+    dtype: str = "BFloat16"
+
+
+@dataclass(frozen=True)
+class Call:
+    """One operator call on the host: children first, then its own kernels."""
+
+    name: str
+    dims: tuple[tuple[int, ...], ...] = ()
+    types: tuple[str, ...] = ()
+    concrete: tuple[str, ...] = ()
+    children: tuple[Call, ...] = ()
+    kernels: tuple[Kernel, ...] = ()
+
+
+@dataclass(frozen=True)
+class Op:
+    operation: str
+    call: Call
+    node: str = ""
+    """autograd node, e.g. MmBackward0; empty: nothing to differentiate"""
+    backward: tuple[Call, ...] = ()
+    outer: tuple[str, ...] = field(default=())
+    """composite operators around the call"""
+    parameter: bool = False
+    """the backward also accumulates the gradient of a parameter"""
+
+
+@dataclass(frozen=True)
+class Workload:
+    before: tuple[Op, ...]
+    """embedding"""
+    layer: tuple[Op, ...]
+    after: tuple[Op, ...]
+    """final norm, output projection, loss"""
+    optimizer: tuple[Call, ...]
+    clip: tuple[Call, ...]
+    clip_scale: tuple[Call, ...]
+
+
+def build(config: Config) -> Workload:
+    """The operations of one training step of one rank."""
+    make = _Maker(config)
+    return Workload(
+        before=tuple(make.embedding()),
+        layer=tuple(make.layer()),
+        after=(*make.norm("ln"), make.linear("lp", config.model.dim, config.model.vocab), *make.loss()),
+        optimizer=tuple(make.adamw()),
+        clip=tuple(make.clip_norms()),
+        clip_scale=(make.foreach("aten::_foreach_mul_", _SCALE_ALL, make.shard * BF16 * 2),),
+    )
+
+
+_SCALE_ALL = "BinaryOpScalarTensorFunctor<c10::BFloat16, 1, 1, 0>"
+_ADD = "CUDAFunctor_add<c10::BFloat16>"
+_MUL = "BinaryFunctor<c10::BFloat16, c10::BFloat16, c10::BFloat16, MulFunctor<float> >"
+_MUL_FP32 = "BinaryFunctor<float, float, float, MulFunctor<float> >"
+_MUL_COMPLEX = "BinaryFunctor<c10::complex<float>, c10::complex<float>, c10::complex<float>, MulFunctor<float> >"
+
+
+class _Maker:
+    """Builds the operations of one configuration, with the names of its GPU's libraries."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.model = config.model
+        self.dialect = config.gpu.dialect
+        self.t = config.tokens
+        self.bs = (config.batch, config.sequence)
+        self.shard = -(-self.model.params // config.ranks)
+
+    # kernels
+
+    def vector(self, name: str, n_bytes: float, elements: float, per_block: int = 1024) -> Kernel:
+        return Kernel(name, "vector", bytes=max(n_bytes, MIN_BYTES), utilization=0.62, contention=0.32, activity=0.45,
+                      blocks=max(1, math.ceil(elements / per_block)))
+
+    def gemm(self, m: int, n: int, k: int, layout: str, operation: str = "") -> Kernel:
+        """C[m, n] = A[m, k] B[k, n] in row-major terms; the library sees it transposed, so n runs along the first
+        tile dimension."""
+        tile = self._tile(m, n, operation)
+        tiles = math.ceil(n / tile[0]) * math.ceil(m / tile[1])
+        performed = 2.0 * tiles * tile[0] * tile[1] * math.ceil(k / tile[2]) * tile[2]
+        cuda = self.dialect == "cuda"
+        return Kernel(kernel_names.gemm(self.dialect, layout, tile), "gemm", 2.0 * m * n * k, performed,
+                      utilization=0.80, blocks=tiles, block=384 if cuda else 256, contention=0.30, activity=1.0,
+                      api="driver" if cuda else "ext_module")
+
+    def _tile(self, m: int, n: int, operation: str) -> tuple[int, int, int]:
+        """Tile (n, m, k): large where the matrix is large; the library picks an odd one for the down projection of
+        few tokens."""
+        if self.dialect == "rocm" and operation == "mlp_dp" and m <= 4096:
+            return 224, 256, 64
+        if min(m, n) < 2048:
+            return 128, 128, 64
+        return (256, 128, 64) if self.dialect == "cuda" else (256, 256, 64)
+
+    # operators
+
+    def call(self, name: str, kernel: str, elements: float, *, size: int = BF16, reads: int = 1, writes: float = 1.0,
+             per_block: int = 1024) -> Call:
+        """A memory-bound operator over tensors of one size: `reads` in, `writes` out."""
+        shape = (*self.bs, max(1, int(elements) // self.t))
+        n_bytes = elements * size * (reads + writes)
+        return Call(name, (shape,) * reads, (DTYPE[size],) * reads, ("",) * reads,
+                    kernels=(self.vector(kernel, n_bytes, elements, per_block),))
+
+    def point(self, name: str, functor: str, elements: float, *, size: int = BF16, reads: int = 1) -> Call:
+        return self.call(name, kernel_names.elementwise(functor, reads + 1), elements, size=size, reads=reads)
+
+    def total(self, name: str, functor: str, elements: float, *, size: int = BF16) -> Call:
+        return self.call(name, kernel_names.reduction(functor), elements, size=size, writes=0, per_block=4096)
+
+    def cast(self, operation: str, elements: float) -> Op:
+        shape = (*self.bs, max(1, int(elements) // self.t))
+        kernel = self.vector(kernel_names.elementwise("LoadWithCast_copy", 2), elements * (BF16 + FP32), elements)
+        call = Call("aten::copy_", (shape, shape), (DTYPE[FP32], DTYPE[BF16]), ("", "", "False"), kernels=(kernel,))
+        return Op(operation, call, "ToCopyBackward0", (call,), outer=("aten::to", "aten::_to_copy"))
+
+    def contiguous(self, operation: str, elements: float) -> Op:
+        call = self.point("aten::copy_", "direct_copy_kernel", elements)
+        return Op(operation, call, "CloneBackward0", (), outer=("aten::contiguous", "aten::clone"))
+
+    # operations
+
+    def linear(self, operation: str, k: int, n: int) -> Op:
+        m, types = self.t, (DTYPE[BF16],) * 2
+
+        def mm(a: tuple[int, int], b: tuple[int, int], kernel: Kernel) -> Call:
+            return Call("aten::mm", (a, b), types, ("", ""), kernels=(kernel,))
+
+        forward = mm((m, k), (k, n), self.gemm(m, n, k, "TN", operation))
+        weight = mm((n, m), (m, k), self.gemm(n, k, m, "NT"))
+        data = mm((m, n), (n, k), self.gemm(m, k, n, "NN"))
+        return Op(operation, forward, "MmBackward0", (weight, data), ("aten::linear", "aten::matmul"), parameter=True)
+
+    def norm(self, operation: str) -> Iterator[Op]:
+        """RMSNorm as written in plain PyTorch: in float32, six large kernels and two small ones."""
+        n, rows = float(self.t * self.model.dim), float(self.t)
+        mul = self.point("aten::mul", _MUL_FP32, n, size=FP32, reads=2)
+        small = self.point("aten::mul", _MUL_FP32, rows, size=FP32, reads=2)
+        scale = self.point("aten::mul", "AUnaryFunctor<float, float, float, MulFunctor<float> >", n, size=FP32)
+        power = "pow_tensor_scalar_functor<float>"
+        yield self.cast(operation, n)
+        yield Op(operation, self.point("aten::pow", power, n, size=FP32), "PowBackward0", (scale, mul))
+        mean = self.total("aten::mean", "MeanOps<float, float, float, float>", n, size=FP32)
+        yield Op(operation, mean, "MeanBackward1",
+                 (self.point("aten::div", "BUnaryFunctor<float, float, float, DivFunctor<float> >", n, size=FP32),))
+        yield Op(operation, self.point("aten::add", "CUDAFunctorOnSelf_add<float>", rows, size=FP32), "AddBackward0")
+        yield Op(operation, self.point("aten::rsqrt", "rsqrt_functor<float>", rows, size=FP32), "RsqrtBackward0",
+                 (self.point("aten::pow", power, rows, size=FP32), small))
+        yield Op(operation, mul, "MulBackward0",
+                 (mul, mul, self.total("aten::sum", "func_wrapper_t<float, sum_functor>", n, size=FP32)))
+        yield self.cast(operation, n)
+        half = self.point("aten::mul", _MUL, n, reads=2)
+        yield Op(operation, half, "MulBackward0",
+                 (half, half, self.total("aten::sum", "func_wrapper_t<c10::BFloat16, sum_functor>", n)), parameter=True)
+
+    def residual(self, operation: str) -> Op:
+        n = float(self.t * self.model.dim)
+        return Op(operation, self.point("aten::add", _ADD, n, reads=2), "AddBackward0",
+                  (self.point("aten::add_", _ADD, n, reads=2),))
+
+    def rotary(self, elements: float) -> Iterator[Op]:
+        yield self.cast("qkv_re", elements)
+        mul = self.point("aten::mul", _MUL_COMPLEX, elements, size=FP32)
+        yield Op("qkv_re", mul, "MulBackward0", (mul,))
+        yield self.cast("qkv_re", elements)
+
+    def attention(self) -> Op:
+        m, c = self.model, self.config
+        q = (c.batch, m.heads, c.sequence, m.head_dim)
+        kv = (c.batch, m.kv_heads, c.sequence, m.head_dim)
+        types, length = (DTYPE[BF16],) * 3, str(c.sequence)
+        # causal: half of 4 b h s^2 d; the backward has five matrix products where the forward has two
+        flop = 2.0 * c.batch * m.heads * c.sequence**2 * m.head_dim
+        blocks = math.ceil(c.sequence / 128) * c.batch * m.heads
+        tuned = min(1.0, 0.30 * (c.sequence / 4096) ** 0.5) if c.batch == 1 else 1.0  # badly tuned for batch 1
+        names = kernel_names.ATTENTION[self.dialect]
+        width = float(self.t * m.heads * m.head_dim)
+
+        def kernel(name: str, flop: float, utilization: float) -> Kernel:
+            return Kernel(name, "attention", flop, flop, utilization=utilization, blocks=blocks, contention=0.16,
+                          activity=0.8, api="launch" if self.dialect == "cuda" else "module")
+
+        before = self.vector(names[1], 2 * width * BF16, width)
+        if self.dialect == "cuda":  # one matrix kernel, then a conversion
+            after = self.vector(names[3], width * (FP32 + BF16), width)
+            backward = (before, kernel(names[2], flop * 2.5, 0.36 * tuned), after)
+        else:
+            backward = (before, kernel(names[2], flop * 1.5, 0.21 * tuned), kernel(names[3], flop, 0.21 * tuned))
+        flash = Call("aten::_flash_attention_forward", (q, kv, kv), types,
+                     ("", "", "", "", "", length, length, "0.", "True"),
+                     kernels=(kernel(names[0], flop, 0.34),))
+        flash_attention = "aten::_scaled_dot_product_flash_attention"
+        forward = Call(flash_attention, (q, kv, kv), types, ("", "", "", "0.", "True", "False"), children=(flash,))
+        four = (DTYPE[BF16],) * 4
+        inner = Call("aten::_flash_attention_backward", (q, q, kv, kv), four, ("",) * 4, kernels=backward)
+        back = Call(f"{flash_attention}_backward", (q, q, kv, kv), four,
+                    ("", "", "", "", "", "", "", "", length, length, "0.", "True"), children=(inner,))
+        return Op("attn_fa", forward, "ScaledDotProductFlashAttentionBackward0", (back,),
+                  ("aten::scaled_dot_product_attention",))
+
+    def embedding(self) -> Iterator[Op]:
+        m, n = self.model, float(self.t * self.model.dim)
+        forward = Call("aten::index_select", ((m.vocab, m.dim), (), (self.t,)), (DTYPE[BF16], "Scalar", "long int"),
+                       ("", "0", ""), kernels=(self.vector(kernel_names.GATHER, 2 * n * BF16, n),))
+        backward = Call("aten::embedding_dense_backward", ((*self.bs, m.dim), self.bs), (DTYPE[BF16], "long int"),
+                        ("", "", str(m.vocab), "-1", "False"), kernels=(
+                            self.vector(kernel_names.SORT[self.dialect], self.t * 32.0, self.t),
+                            self.vector(kernel_names.EMBEDDING_BACKWARD, (n + m.vocab * m.dim) * BF16, n)))
+        yield Op("ie", forward, "EmbeddingBackward0", (backward,), ("aten::embedding",), parameter=True)
+
+    def layer(self) -> Iterator[Op]:
+        m = self.model
+        q, kv = float(self.t * m.heads * m.head_dim), float(self.t * m.kv_heads * m.head_dim)
+        wide = float(self.t * m.hidden)
+        fused = (m.heads + 2 * m.kv_heads) * m.head_dim
+        yield from self.norm("attn_n")
+        yield self.linear("qkv_ip", m.dim, fused)
+        split = Call("aten::split_with_sizes", ((*self.bs, fused),), (DTYPE[BF16],), ("",))
+        yield Op("qkv_s", split, "SplitWithSizesBackward0", (self.call("aten::cat", kernel_names.CAT, q + 2 * kv),))
+        yield from self.rotary(q)
+        yield from self.rotary(kv)
+        for elements in (q, kv, kv):
+            yield self.contiguous("attn_c", elements)
+        yield self.attention()
+        yield self.contiguous("attn_or", q)
+        yield self.linear("attn_op", m.heads * m.head_dim, m.dim)
+        yield self.residual("attn_ra")
+        yield from self.norm("mlp_n")
+        yield self.linear("mlp_gp", m.dim, m.hidden)
+        yield Op("mlp_gs", self.point("aten::silu", "silu_functor<c10::BFloat16>", wide), "SiluBackward0",
+                 (self.point("aten::silu_backward", "silu_backward_functor<c10::BFloat16>", wide, reads=2),))
+        yield self.linear("mlp_up", m.dim, m.hidden)
+        product = self.point("aten::mul", _MUL, wide, reads=2)
+        yield Op("mlp_gu", product, "MulBackward0", (product, product))
+        yield self.linear("mlp_dp", m.hidden, m.dim)
+        yield self.residual("mlp_ra")
+
+    def loss(self) -> Iterator[Op]:
+        n, rows, fp32 = float(self.t * self.model.vocab), (self.t, self.model.vocab), DTYPE[FP32]
+        yield self.cast("cel", n)
+        forward = Call("aten::_log_softmax", (rows,), (fp32,), ("", "1", "False"),
+                       kernels=(self.vector(kernel_names.LOG_SOFTMAX, 3 * n * FP32, n),))
+        backward = Call("aten::_log_softmax_backward_data", (rows, rows), (fp32, fp32), ("", "", "1", "6"),
+                        kernels=(self.vector(kernel_names.LOG_SOFTMAX_BACKWARD, 3 * n * FP32, n),))
+        yield Op("cel", forward, "LogSoftmaxBackward0", (backward,), ("aten::cross_entropy_loss", "aten::log_softmax"))
+        forward = Call("aten::nll_loss_forward", (rows, (self.t,)), (fp32, "long int"), ("", "", "", "1", "-100"),
+                       kernels=(self.vector(kernel_names.NLL, self.t * 8.0, self.t),))
+        backward = Call("aten::nll_loss_backward", ((), rows, (self.t,)), (fp32, fp32, "long int"), ("",) * 3,
+                        kernels=(self.vector(kernel_names.NLL_BACKWARD, n * FP32, self.t),))
+        yield Op("cel", forward, "NllLossBackward0", (backward,), ("aten::nll_loss_nd", "aten::nll_loss"))
+
+    # optimizer
+
+    def foreach(self, name: str, functor: str, n_bytes: float) -> Call:
+        kernel = self.vector(kernel_names.foreach(functor), n_bytes, self.shard)
+        return Call(name, (), ("TensorList",), ("",), kernels=(kernel,))
+
+    def clip_norms(self) -> Iterator[Call]:
+        norms = float(self.model.layers)
+        yield self.foreach("aten::_foreach_norm", "LpNormFunctor<c10::BFloat16, 2, float, 1, 1, 0>", self.shard * BF16)
+        yield self.call("aten::cat", kernel_names.CAT, norms, size=FP32)
+        yield self.total("aten::linalg_vector_norm", "NormTwoOps<float, float>", norms, size=FP32)
+
+    def adamw(self) -> Iterator[Call]:
+        """Fused AdamW: parameter, gradient and two moments in bf16, 7 accesses an element, in several launches."""
+        launches = self.model.layers // 4 + 2
+        yield self.foreach("aten::_foreach_add_", "BinaryOpScalarFunctor<float, 1, 1, 0>", 4096.0)
+        for _ in range(launches):
+            yield self.foreach("aten::_fused_adamw_", "FusedAdamMathFunctor<c10::BFloat16, 4, (ADAM_MODE)1, false>",
+                               self.shard * BF16 * 7 / launches)

@@ -67,6 +67,7 @@ class _Open:
         self.signature = signature
         self.lock = threading.RLock()
         self.run: Run | None = None
+        self.report: Callable[[float, str], None] = lambda done, doing: None
 
 
 class RunStore:
@@ -179,9 +180,9 @@ class RunStore:
         """The run, whose reads from now on report to `job`; it is the i-th of n that the job needs."""
         from tb_chopper.backend.run import Run
 
+        holder.report = lambda done, doing: job.report(READING * (i + done) / n, doing)
         if holder.run is None:
-            holder.run = Run(listed.files)
-        holder.run.progress = lambda done, doing: job.report(READING * (i + done) / n, doing)
+            holder.run = Run(listed.files, progress=lambda done, doing: holder.report(done, doing))
         job.report(0.0, f"Reading {listed.name}")
         return holder.run
 
@@ -191,21 +192,19 @@ def _find_runs(roots: Mapping[str, str]) -> list[Listed]:
     from tb_chopper.backend import logdir
 
     found = []
-    for prefix, root in roots.items():
-        for run in logdir.find_runs(root):
-            files = sorted((str(f.path), f.size, f.mtime_ns) for f in run.files)
-            name = run.name if not prefix else prefix if run.name == "." else f"{prefix}/{run.name}"
-            signature = hashlib.sha256(repr(files).encode()).hexdigest()[:16]
-            found.append(
-                Listed(
-                    name,
-                    run,
-                    signature,
-                    len(files),
-                    sum(size for _, size, _ in files),
-                    max((mtime / 1e9 for _, _, mtime in files), default=0.0),
-                )
+    for run in logdir.find_runs(roots):
+        files = [(str(f.path), f.size, f.mtime_ns) for f in run.files]
+        signature = hashlib.sha256(repr(files).encode()).hexdigest()[:16]
+        found.append(
+            Listed(
+                run.name,
+                run,
+                signature,
+                len(files),
+                sum(size for _, size, _ in files),
+                max((mtime / 1e9 for _, _, mtime in files), default=0.0),
             )
+        )
     return found
 
 

@@ -43,8 +43,15 @@ export function cell(value, unit, divisor) {
   return digits(value / divisor);
 }
 
-// Columns of times keep their decimals aligned.
-const fixed = (value) => grouped(value.toFixed(Math.abs(value) >= 1e5 ? 0 : Math.abs(value) >= 1e3 ? 1 : 2));
+// Columns of times keep their decimals aligned; only what would be lost gets more of them.
+function fixed(value) {
+  const size = Math.abs(value);
+  if (size > 0 && size < 0.1) return value.toFixed(Math.min(6, 1 - Math.floor(Math.log10(size))));
+  return grouped(value.toFixed(size >= 1e5 ? 0 : size >= 1e3 ? 1 : 2));
+}
+
+/** A sentence whose numbers keep their units on the same line. */
+export const unbroken = (text) => text.replace(/(\d) (?=(%|µs|ms|s|×)(\W|$))/g, "$1\u00a0");
 
 /** A single number with its unit, which suits `largest` where that is given. */
 export function quantity(value, unit, largest = Math.abs(value)) {

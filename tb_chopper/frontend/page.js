@@ -1,7 +1,7 @@
 // One view as a page: banners, findings, headline, key figures, main figure, tables, details.
 import { command, fill, h, term } from "./dom.js";
 import { figure } from "./figures.js";
-import { quantity } from "./format.js";
+import { quantity, unbroken } from "./format.js";
 import { table } from "./table.js";
 
 /** Fills `content` with a view. Returns a function that takes it away again. */
@@ -15,8 +15,9 @@ export function renderPage(content, view, { plotly, state, onSelect }) {
   fill(content,
     view.banners.map((text) => h("p", { class: "banner", role: "note" }, text)),
     view.name === "findings" ? null : strip(view.findings),
-    h("h2", { class: "headline" }, view.headline),
+    h("h2", { class: "headline" }, unbroken(view.headline)),
     view.key_figures.length ? h("dl", { class: "key-figures" }, view.key_figures.map((k) => keyFigure(k, largest))) : null,
+    view.name === "findings" ? findingList(view.findings) : null,
     main, view.name === "overview" ? null : first, details.length ? h("div", { class: "grid" }, details) : null,
     view.name === "overview" ? first : null, others,
     view.missing.length ? missing(view.missing) : null,
@@ -53,6 +54,15 @@ function strip(findings) {
   return h("details", { class: `findings ${errors ? "error" : "warning"}` },
     h("summary", {}, h("strong", {}, `Data quality: ${summary}. `), h("span", {}, serious[0].message)),
     h("ul", {}, serious.map((f) => h("li", {}, h("span", { class: `badge ${f.severity}` }, f.severity), f.file ? h("code", {}, f.file) : null, ` ${f.message}`))));
+}
+
+const MAX_LISTED = 200; // the table below has all of them
+
+function findingList(findings) {
+  if (!findings.length) return null;
+  return h("ul", { class: "finding-list" }, findings.slice(0, MAX_LISTED).map((f) => h("li", { class: f.severity },
+    h("div", {}, h("span", { class: `badge ${f.severity}` }, f.severity), h("code", { class: "muted" }, f.code), f.count > 1 ? h("span", { class: "muted" }, ` ${f.count.toLocaleString("en")} events`) : null),
+    h("p", {}, f.message), f.file ? h("p", { class: "muted small" }, f.file) : null)));
 }
 
 function missing(items) {

@@ -5,6 +5,7 @@ import { cell, scale } from "./format.js";
 const ROW_PX = 30;
 const MAX_ROWS_IN_SIGHT = 16;
 const MARGIN_ROWS = 8;
+const FLUID_PX = 260;
 
 /** `onSelect(link)` gets {key of the selection: value} when a row is chosen. */
 export function table(name, spec, { onSelect, selected, fileName } = {}) {
@@ -21,7 +22,7 @@ class TableView {
     this.build();
     const start = this.columns.findIndex((c) => c.name === spec.sort);
     if (start >= 0) this.sort(start, true);
-    this.render();
+    else this.filter();
   }
 
   prepare(column, values) {
@@ -39,9 +40,12 @@ class TableView {
     const csv = h("button", { type: "button", class: "quiet", onclick: () => this.save(), "aria-label": `Download ${spec.title} as CSV` }, "CSV");
     this.heads = this.columns.map((column, i) => this.header(column, i));
     this.body = h("tbody");
+    const widths = this.columns.map(width);
+    const fluid = widths.some((w) => w === null);
+    const least = widths.reduce((sum, w) => sum + (w ?? FLUID_PX), 0);
     this.scroller = h("div", { class: "scroller", tabindex: "-1" },
-      h("table", { "aria-rowcount": this.count, "aria-label": spec.title },
-        h("colgroup", {}, this.columns.map((c) => h("col", { style: { width: width(c) } }))),
+      h("table", { style: { "min-width": `${least}px`, width: fluid ? "100%" : `${least}px` }, "aria-rowcount": this.count, "aria-label": spec.title },
+        h("colgroup", {}, widths.map((w) => h("col", { style: { width: w ? `${w}px` : "auto" } }))),
         h("thead", {}, h("tr", {}, this.heads)), this.body));
     this.scroller.addEventListener("scroll", () => this.schedule());
     this.body.addEventListener("keydown", (event) => this.key(event));
@@ -180,10 +184,12 @@ export function csvCell(value) {
   return /[",\r\n]/.test(text) ? `"${text.replace(/"/g, '""')}"` : text;
 }
 
+// Pixels, or null for a column of long texts, which takes the room that is left.
 function width(column) {
-  if (column.numeric) return `${Math.max(96, 34 + 7.4 * (column.label.length + 4))}px`;
-  const longest = column.values.reduce((n, v) => Math.max(n, v ? String(v).length : 0), column.label.length);
-  return longest > 24 ? "auto" : `${Math.max(90, 34 + 8 * longest)}px`;
+  const heading = 44 + 7.2 * (column.label.length + column.unitLabel.length);
+  if (column.numeric) return Math.round(Math.max(92, heading));
+  const longest = column.values.reduce((n, v) => Math.max(n, v ? String(v).length : 0), 0);
+  return longest > 26 ? null : Math.round(Math.max(80, heading, 34 + 7.8 * longest));
 }
 
 function spacer(rows, columns) {

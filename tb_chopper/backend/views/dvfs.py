@@ -26,9 +26,12 @@ LATER = Missing(
     "tb-chopper collect --telemetry --out log/my_run -- python train.py",
 )
 DEFINITIONS = {
-    "slowdown": "Duration of a compute kernel that no communication overlaps / the shortest one of the same name and grid. Time-weighted mean per GPU. "
-    "A falling clock raises it; so do caches, other input and memory traffic: it is a hint, no clock.",
-    "covered": "Share of the compute time these kernels hold: same name and grid at least five times, no communication beside them, 20 µs or longer.",
+    "slowdown": "Time of compute kernels that no communication overlaps / what they would take at the median of their equals on all "
+    "GPUs (same name, grid and shapes). A lower clock raises it; so do caches and memory traffic: it is a "
+    "hint, not a clock.",
+    "drift": "The same for the second half of the capture / for the first half.",
+    "covered": "Share of the compute time that these kernels hold: at least five equals, no communication beside them, "
+    "20 µs or longer.",
     "clock": "Time-weighted mean core clock while kernels ran.",
 }
 SHORTEST_NS = 20_000
@@ -53,45 +56,35 @@ def view(run: Run, selection: Selection) -> View:
             key_figures=unavailable,
             **common,
         )
-    by_gpu = equal.groupby("gpu").apply(
-        lambda f: float(np.average(f["slowdown"], weights=f["duration_ns"])), include_groups=False
+    by_gpu = equal.groupby("gpu").agg(
+        duration_ns=("duration_ns", "sum"), expected_ns=("expected_ns", "sum"), n=("duration_ns", "size")
     )
-    mean = float(np.average(equal["slowdown"], weights=equal["duration_ns"]))
-    slow = by_gpu.idxmax()
-    tail = f"; GPU {slow} is slowest ({by_gpu[slow]:.2f} ×)" if len(by_gpu) > 1 else ""
+    by_gpu = by_gpu.assign(slowdown=by_gpu["duration_ns"] / by_gpu["expected_ns"], time_us=by_gpu["duration_ns"] / 1000)
+    drift = _drift(equal)
+    slow = figures.largest(by_gpu.reset_index(), "slowdown")
+    gpus = f"GPU {slow['gpu']} needs {_percent(slow['slowdown'])} than the median for equal kernels; " if len(by_gpu) > 1 else ""
     return View(
         "dvfs",
         "DVFS",
-        f"This run holds no clock. Equal kernels take {mean:.2f} × their fastest time on average{tail}.",
+        f"This run holds no clock. {gpus}"
+        f"{'they' if gpus else 'Equal kernels'} need {_percent(drift)} in the second half of the capture than in the first.",
         key_figures=(
-            KeyFigure(
-                "Equal work against its fastest",
-                mean,
-                "factor",
-                DEFINITIONS["slowdown"],
-                "estimated",
-                note=f"{text.share(covered)} of the compute time",
-            ),
+            KeyFigure("Second half / first half", drift, "factor", DEFINITIONS["drift"], "estimated"),
+            KeyFigure("Slowest GPU / median", slow["slowdown"], "factor", DEFINITIONS["slowdown"], "estimated"),
+            KeyFigure("Compared", covered, "share", DEFINITIONS["covered"], note="of the compute time"),
             *unavailable,
         ),
         figures={"slowdown": _figure(equal)},
         tables={
             "gpus": Table(
-                "Equal work by GPU",
+                "Equal kernels by GPU",
                 (
                     TableColumn("gpu", "GPU"),
-                    TableColumn("slowdown", "× fastest", "factor", DEFINITIONS["slowdown"], bar=True),
+                    TableColumn("slowdown", "Against median", "factor", DEFINITIONS["slowdown"], bar=True),
                     TableColumn("n", "Kernels", "count", "Kernels compared."),
-                    TableColumn("time_us", "Time", "us", "Their time."),
+                    TableColumn("time_us", "Time", "us", "Sum of their durations."),
                 ),
-                pd.DataFrame(
-                    {
-                        "gpu": by_gpu.index,
-                        "slowdown": by_gpu.to_numpy(),
-                        "n": equal.groupby("gpu").size().to_numpy(),
-                        "time_us": equal.groupby("gpu")["duration_ns"].sum().to_numpy() / 1000,
-                    }
-                ),
+                by_gpu.reset_index(),
                 sort="slowdown",
                 link={"gpu": "gpu"},
             )
@@ -100,8 +93,24 @@ def view(run: Run, selection: Selection) -> View:
     )
 
 
+def _percent(factor: float) -> str:
+    change = factor - 1
+    return f"{text.share(abs(change))} {'less' if change < 0 else 'more'} time"
+
+
+def _drift(equal: pd.DataFrame) -> float:
+    """Slow-down of the second half of the time over that of the first."""
+    middle = (equal["start_ns"].min() + equal["start_ns"].max()) // 2
+    halves = equal.groupby(equal["start_ns"] > middle)[["duration_ns", "expected_ns"]].sum()
+    means = halves["duration_ns"] / halves["expected_ns"]
+    return float(means.iloc[-1] / means.iloc[0])
+
+
 def equal_kernels(kernels: pd.DataFrame) -> tuple[pd.DataFrame, float]:
-    """Compute kernels that can be compared with each other (gpu, start_ns, duration_ns, slowdown), and the share of the compute time they hold."""
+    """Compute kernels that have equals, and the share of the compute time that they hold.
+
+    Columns gpu, start_ns, duration_ns, expected_ns (the median of the equals).
+    """
     compute = kernels[kernels["kind"] == "compute"]
     duration = (compute["end_ns"] - compute["start_ns"]).astype("int64")
     total = float(duration.sum())
@@ -116,12 +125,9 @@ def equal_kernels(kernels: pd.DataFrame) -> tuple[pd.DataFrame, float]:
         }
     )[((compute["overlap_ns"] == 0) & (duration >= SHORTEST_NS)).to_numpy()]
     groups = each.groupby(["name", "grid", "args"], observed=True, dropna=False)["duration_ns"]
-    each = each.assign(slowdown=each["duration_ns"] / groups.transform("min"))[
-        (groups.transform("size") >= 5).to_numpy()
-    ]
-    return each[["gpu", "start_ns", "duration_ns", "slowdown"]], float(
-        each["duration_ns"].sum()
-    ) / total if total else 0.0
+    each = each.assign(expected_ns=groups.transform("median"))[(groups.transform("size") >= 5).to_numpy()]
+    covered = float(each["duration_ns"].sum()) / total if total else 0.0
+    return each[["gpu", "start_ns", "duration_ns", "expected_ns"]], covered
 
 
 def _figure(equal: pd.DataFrame) -> go.Figure:
@@ -129,34 +135,31 @@ def _figure(equal: pd.DataFrame) -> go.Figure:
     span = max(float(equal["start_ns"].max() - origin), 1.0)
     unit, divisor = text.time_unit(span / 1000)
     place = np.minimum(((equal["start_ns"] - origin) / span * BINS).astype(int), BINS - 1)
-    weighted = (
-        equal.assign(bin=place, weight=equal["slowdown"] * equal["duration_ns"])
-        .groupby(["gpu", "bin"], as_index=False)[["weight", "duration_ns"]]
-        .sum()
-    )
+    binned = equal.assign(bin=place).groupby(["gpu", "bin"], as_index=False)[["duration_ns", "expected_ns"]].sum()
     fig = figures.figure(
         "Equal kernels over time",
-        "Duration relative to the fastest one of the same name, grid and shapes, one line per GPU. Rising lines may mean a falling clock (estimated).",
+        "Time against the median of equal kernels (same name, grid, shapes), one line per GPU. A rising line may mean a "
+        "falling clock (estimated).",
         height=340,
         wide=True,
-        legend=[figures.entry("frequency", DEFINITIONS["slowdown"], label="Duration / fastest", line=True)],
+        legend=[figures.entry("frequency", DEFINITIONS["slowdown"], label="Time / median", line=True)],
     )
-    for gpu, rows in weighted.groupby("gpu"):
+    for gpu, rows in binned.groupby("gpu"):
         fig.add_trace(
             go.Scatter(
                 x=((rows["bin"] + 0.5) / BINS * span / 1000 / divisor).tolist(),
-                y=(rows["weight"] / rows["duration_ns"]).tolist(),
+                y=(rows["duration_ns"] / rows["expected_ns"]).tolist(),
                 mode="lines+markers",
                 showlegend=False,
                 marker={"size": 4, "color": COLORS["frequency"]},
                 line={"color": COLORS["frequency"], "width": 1.3},
                 opacity=0.8,
                 name=f"GPU {gpu}",
-                hovertemplate=f"<b>GPU {gpu}</b><br>%{{y:.2f}} × fastest at %{{x:.1f}} {unit}<br>estimated<extra></extra>",
+                hovertemplate=f"<b>GPU {gpu}</b><br>%{{y:.2f}} × median at %{{x:.1f}} {unit}<br>estimated<extra></extra>",
             )
         )
     fig.update_layout(
         xaxis={"title": {"text": f"time since the start of the capture, {unit}"}},
-        yaxis={"title": {"text": "× fastest"}, "rangemode": "tozero"},
+        yaxis={"title": {"text": "time / median"}, "rangemode": "tozero"},
     )
     return fig

@@ -33,7 +33,7 @@ def view(run: Run, selection: Selection) -> View:
         key_figures=_key_figures(run, known),
         tables={
             "findings": Table(
-                "Findings",
+                "Findings as a table",
                 (
                     TableColumn(
                         "severity",

@@ -120,9 +120,9 @@ def _key_figures(by_gpu: pd.DataFrame, window_us: float, scope: str) -> tuple[Ke
         KeyFigure("Launch overhead", sums["launch_us"], "us", DEFINITIONS["launch"], note=f"{gpus}, {scope} steps"),
         part("Preparation", "prep_us", "prep", "prep"),
         part("Call", "call_us", "call", "call"),
-        part("Call under communication", "call_under_communication_us", "under_communication", "under_communication"),
-        part("Graph replay", "graph_us", "graph", "graph"),
-        part("Unattributed", "unattributed_us", "unattributed", "unattributed"),
+        part("Under communication", "call_under_communication_us", "under_communication", "under_communication"),
+        *([part("Graph replay", "graph_us", "graph", "graph")] if sums["graph_us"] else []),
+        *([part("Unattributed", "unattributed_us", "unattributed", "unattributed")] if sums["unattributed_us"] else []),
         KeyFigure(
             "Gaps of the window",
             gaps / window_us if window_us else None,

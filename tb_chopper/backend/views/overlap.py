@@ -156,10 +156,14 @@ def _focus(each: pd.DataFrame, wanted: str | None) -> str | None:
         return None
     if wanted is not None and (each["operation"] == wanted).any():
         return wanted
-    overlapped = each.groupby("operation", observed=True)["overlap_ns"].sum()
-    repeated = each.groupby("operation", observed=True).size() > 2
-    candidates = overlapped[repeated & (overlapped > 0)]
-    return str(candidates.idxmax()) if len(candidates) else None
+    groups = each.groupby("operation", observed=True)
+    overlapped, instances, n_gpus = groups["overlap_ns"].sum(), groups.size(), max(each["gpu"].nunique(), 1)
+    # A curve over occurrences says something from about eight of them on.
+    for least in (8, 3):
+        candidates = overlapped[(instances >= least * n_gpus) & (overlapped > 0)]
+        if len(candidates):
+            return str(candidates.idxmax())
+    return None
 
 
 # ---- figures ----------------------------------------------------------------------------------------------------------
@@ -227,6 +231,7 @@ def _by_operation(operations: pd.DataFrame, by: list[str]) -> go.Figure:
         "Elapsed time with and without communication beside it, most shared time first.",
         height=figures.height_of(len(rows), 26),
         barmode="stack",
+        wide=True,
         legend=[
             figures.entry("hidden_communication", DEFINITIONS["ratio"], label="Beside communication"),
             figures.entry("compute", label="Alone"),

@@ -230,7 +230,7 @@ def _main_figure(split: Split, other: Split | None, by: Sequence[str]) -> go.Fig
         barmode="overlay",
         uniformtext={"minsize": 10, "mode": "hide"},
         legend=[figures.entry(c, DEFINITIONS[c]) for c in CATEGORIES if (rows["category"] == c).any()]
-        + [figures.entry(p, label=f"{LABELS[p]} (strip)") for p in PHASES if (rows["phase"] == p).any()]
+        + [figures.entry(p, "Phase of the work above the strip.") for p in PHASES if (rows["phase"] == p).any()]
         + ([figures.entry("idle", label=f"hatched: {other.name}", pattern=True)] if other is not None else []),
     )
     per_row = rows.groupby("row")["time_us"].transform("sum")

@@ -213,7 +213,7 @@ def run(args: argparse.Namespace) -> int:
     sources, missing = open_gpu_sources()
     cpu = _open_cpu(missing)
     sampler = Sampler(log, sources, cpu, args.hz or DEFAULT_HZ, host)
-    for reason in missing:
+    for reason in missing if not sources else ():
         sampler.note(reason)
     watched = args.owners is not None or bool(args.pid)
     deadline = None if args.seconds is None else time.monotonic() + args.seconds

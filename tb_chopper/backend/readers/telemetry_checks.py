@@ -98,24 +98,29 @@ def _energy(samples: pd.DataFrame, file: str) -> tuple[pd.DataFrame, list[Findin
     findings = [] if not falls else [Finding(
         "energy_restarted", "warning", f"{file}: an energy counter fell {falls} times and was continued from its last "
         "value: the energy of those intervals is missing", falls)]
-    samples = samples.assign(energy_j=mended)
-    return samples, findings + _energy_against_power(samples, file)
+    samples, disagreements = _energy_against_power(samples.assign(energy_j=mended), file)
+    return samples, findings + disagreements
 
 
-def _energy_against_power(samples: pd.DataFrame, file: str) -> list[Finding]:
-    """The counter against the integral of power, over each GPU's log."""
+def _energy_against_power(samples: pd.DataFrame, file: str) -> tuple[pd.DataFrame, list[Finding]]:
+    """The counter against the integral of power, over each GPU's log. A counter a thousand times too high counts mJ."""
     findings = []
+    energy = samples["energy_j"].copy()
     for gpu, rows in samples.groupby("gpu"):
         counted = rows["energy_j"].dropna()
-        integral = _integral_j(rows.loc[rows["energy_j"].notna()])
+        integral = _integral_j(rows.loc[counted.index])
         if len(counted) < 2 or not integral > 0:
             continue
         ratio = float(counted.iloc[-1] - counted.iloc[0]) / integral
-        if abs(ratio - 1) > ENERGY_TOLERANCE:
+        if abs(ratio / 1000 - 1) <= ENERGY_TOLERANCE:
+            energy.loc[rows.index] = rows["energy_j"] / 1000
+            findings.append(Finding("energy_in_mj", "warning", f"{file}: GPU {gpu}: the energy counter is a thousand "
+                                    "times the integral of power: it counts mJ and is read so"))
+        elif abs(ratio - 1) > ENERGY_TOLERANCE:
             findings.append(Finding(
                 "energy_disagrees", "warning", f"{file}: GPU {gpu}: the energy counter gives {ratio:.3g} times the "
-                f"integral of power: wrong unit of the counter, or power that misses part of the device"))
-    return findings
+                "integral of power: the counter's unit is wrong, or power misses part of the device"))
+    return samples.assign(energy_j=energy), findings
 
 
 def _integral_j(rows: pd.DataFrame) -> float:

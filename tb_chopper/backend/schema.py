@@ -296,6 +296,14 @@ def concat(frames: Sequence[pd.DataFrame], table: Table) -> pd.DataFrame:
     return pd.DataFrame(data)
 
 
+def codes(column: pd.Series, values: Sequence[str]) -> np.ndarray:
+    """Place of each value of a categorical in `values`, -1 where it is none of them.
+
+    The codes of the categorical itself say nothing: its categories stand in any order.
+    """
+    return column.cat.set_categories(list(values)).cat.codes.to_numpy()
+
+
 def _with_object_categories(column: pd.Series) -> pd.Series:
     """Empty and all-null categoricals have categories of another dtype, which pandas will not unite."""
     return column.cat.rename_categories(column.cat.categories.astype(object))

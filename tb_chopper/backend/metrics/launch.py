@@ -11,6 +11,7 @@ import numpy as np
 import pandas as pd
 
 from tb_chopper.backend import intervals as iv
+from tb_chopper.backend import schema
 from tb_chopper.backend.classify import COMMUNICATION, COMPUTE
 from tb_chopper.backend.errors import InvalidSelection
 from tb_chopper.backend.metrics import grouping
@@ -43,7 +44,7 @@ def launch_overhead(kernels: pd.DataFrame, by: By = "gpu", where: Where = None, 
 def with_gaps(kernels: pd.DataFrame, within_steps: bool = False) -> pd.DataFrame:
     """`kernels` with prep_ns, call_ns, call_under_communication_ns, graph_ns and unattributed_ns of every row."""
     columns = {f"{p}_ns": np.zeros(len(kernels), np.int64) for p in PARTS}
-    kind = kernels["kind"].cat.codes.to_numpy()
+    kind = schema.codes(kernels["kind"], schema.KINDS)
     activity = kernels["activity"].to_numpy()
     capture = kernels["capture"].to_numpy()
     for c in np.unique(capture):

@@ -35,7 +35,7 @@ class Lanes(NamedTuple):
 
 def lanes(kernels: pd.DataFrame) -> Lanes:
     """The three unions of one capture's rows."""
-    kind = kernels["kind"].cat.codes.to_numpy()
+    kind = schema.codes(kernels["kind"], schema.KINDS)
     start, end = kernels["start_ns"].to_numpy(), kernels["end_ns"].to_numpy()
     return Lanes(*(iv.union(start[kind == k], end[kind == k]) for k in (COMPUTE, COMMUNICATION, MEMCPY)))
 
@@ -81,10 +81,10 @@ def exclusive(kernels: pd.DataFrame, steps: pd.DataFrame, by_step: bool = True) 
 
 def _exclusive_of(rows: pd.DataFrame, windows: pd.DataFrame) -> pd.DataFrame:
     start, end = rows["start_ns"].to_numpy(), rows["end_ns"].to_numpy()
-    kind = rows["kind"].cat.codes.to_numpy()
-    op_type = rows["op_type"].cat.set_categories(list(schema.OP_TYPES)).cat.codes.to_numpy()
+    kind = schema.codes(rows["kind"], schema.KINDS)
+    op_type = schema.codes(rows["op_type"], schema.OP_TYPES)
     category = np.where(kind == COMPUTE, np.maximum(op_type, 0), len(schema.OP_TYPES) - 1 + kind)
-    phase = rows["phase"].cat.set_categories(list(schema.PHASES)).cat.codes.to_numpy()
+    phase = schema.codes(rows["phase"], schema.PHASES)
     low, high = windows["start_ns"].to_numpy(), windows["end_ns"].to_numpy()
     taken = iv.union(start[:0], end[:0])
     out = []
@@ -204,9 +204,9 @@ def _work_rows(kernels: pd.DataFrame, by: list[str], where: Where) -> pd.DataFra
 def _measure_work(rows: pd.DataFrame, chosen: pd.DataFrame, position: np.ndarray, codes: np.ndarray,
                   groups: pd.DataFrame) -> pd.DataFrame:
     n = len(groups)
-    comp, comm, copy = lanes(rows)
+    comp, comm, _ = lanes(rows)
     start, end = chosen["start_ns"].to_numpy(), chosen["end_ns"].to_numpy()
-    kind = chosen["kind"].cat.codes.to_numpy()
+    kind = schema.codes(chosen["kind"], schema.KINDS)
 
     def lane(k: int | None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         mine = slice(None) if k is None else kind == k

@@ -4,6 +4,7 @@
 right answers in `truth.parquet` and `truth.json`.
 """
 
-from tb_chopper.backend.simulate.run import Options, configs, simulate
+from tb_chopper.backend.simulate.options import Options, configs
+from tb_chopper.backend.simulate.run import simulate
 
 __all__ = ["Options", "configs", "simulate"]

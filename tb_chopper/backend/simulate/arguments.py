@@ -6,7 +6,8 @@ import argparse
 from pathlib import Path
 
 from tb_chopper.backend.simulate.config import PRESETS
-from tb_chopper.backend.simulate.run import Options, Progress, simulate
+from tb_chopper.backend.simulate.options import COUNTER_COLUMNS, DIALECTS, Options
+from tb_chopper.backend.simulate.run import Progress, simulate
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -15,7 +16,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shape", metavar="bBsS", help="batch B and sequence S x 1024 per GPU, e.g. b2s4")
     parser.add_argument("--fsdp", type=int, choices=(1, 2), help="FSDP version")
     parser.add_argument("--all", action="store_true", help="all five published shapes under both FSDP versions")
-    parser.add_argument("--dialect", choices=("rocm", "cuda"), help="AMD or NVIDIA GPUs and file formats")
+    parser.add_argument("--dialect", choices=DIALECTS, help="AMD or NVIDIA GPUs and file formats")
     parser.add_argument("--hosts", type=int, help="number of hosts")
     parser.add_argument("--ranks", type=int, help="GPUs per host, 8 at most")
     parser.add_argument("--layers", type=int, help="transformer layers")
@@ -32,6 +33,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     faults.add_argument("--truncate", type=int, metavar="RANK", help="cut this rank's trace off")
     faults.add_argument("--slow", action="append", default=[], metavar="RANK:FACTOR", type=_slow,
                         help="limit a GPU to this share of its clock, e.g. 3:0.8")
+    parser.add_argument("--counter-columns", choices=COUNTER_COLUMNS, help="columns of the rocprofv3 of this ROCm")
+    parser.add_argument("--counter-steps", type=int, help="steps of the counter runs")
+    parser.add_argument("--code-object-names", action="store_true", help="kernel names of the traces end in .kd")
     parser.add_argument("--no-compress", action="store_true", help="write .json instead of .json.gz")
 
 
@@ -40,7 +44,8 @@ def options(args: argparse.Namespace) -> Options:
         preset=args.preset, shape=args.shape, fsdp=args.fsdp, all=args.all, dialect=args.dialect, hosts=args.hosts,
         ranks=args.ranks, layers=args.layers, steps=args.steps, optimizer_every=args.optimizer_every, seed=args.seed,
         drop=args.drop, reorder=args.reorder, jitter=args.jitter, clock_skew_us=args.clock_skew, truncate=args.truncate,
-        slow=dict(args.slow), compress=not args.no_compress)
+        slow=dict(args.slow), counter_columns=args.counter_columns, counter_steps=args.counter_steps,
+        code_object_names=args.code_object_names, compress=not args.no_compress)
 
 
 def run(args: argparse.Namespace, progress: Progress | None = None) -> list[Path]:

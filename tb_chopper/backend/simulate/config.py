@@ -113,7 +113,8 @@ class Host:
     physical_cores: int = 192
     siblings: int = 2
     threads: tuple[tuple[float, int], ...] = ((96.0, 1), (9.0, 1), (4.0, 1))
-    system_threads: tuple[tuple[float, int], ...] = ((6.0, 2),)
+    system_thread: float = 6.0
+    """utilization of the rest of the system, one thread, which the scheduler puts beside a busy one"""
     dispatch_ns: float = 3_200
     """cost of one operator on the launching thread"""
     launch_call_ns: float = 4_200
@@ -152,6 +153,9 @@ class Silicon:
     """How the GPUs of one host differ: extra static power in W (leakage, heat), one per local rank, repeated."""
 
     extra_w: tuple[float, ...] = (8.0, -14.0, 46.0, -6.0, -20.0, 2.0, 44.0, -11.0)
+
+    def of(self, local_rank: int) -> float:
+        return self.extra_w[local_rank % len(self.extra_w)]
 
 
 @dataclass(frozen=True)
@@ -201,11 +205,17 @@ class Config:
     counter_columns: str = "7.0"
     """rocprofv3 of ROCm 6.2, 6.4 or 7.0"""
     counter_passes: int = 3
+    code_object_names: bool = False
+    """the trace's kernel names end in .kd, as the rocprofiler-sdk backend of the profiler leaves them"""
     compress: bool = True
 
     @property
     def ranks(self) -> int:
         return self.hosts * self.gpus_per_host
+
+    @property
+    def step_numbers(self) -> range:
+        return range(self.first_step, self.first_step + self.steps)
 
     @property
     def tokens(self) -> int:

@@ -73,11 +73,19 @@ def device_event(index: int, item: Item, config: Config, *, launched: bool = Tru
     args = args.replace(CORRELATION, f'"stream": {stream},      "correlation": {correlation}')
     if item.collective is not None and launched:
         args += on_kernel(item.collective, config).replace(SEQ, mark("collective", item.collective.number))
-    name, length = json.dumps(item.kernel.name), time("length", index)
+    name, length = json.dumps(_device_name(item, config)), time("length", index)
     return (f'  {{\n    "ph": "X", "cat": "{category}", "name": {name}, "pid": {DEVICE}, "tid": {stream},\n'
             f'    "ts": {start}, "dur": {length},\n    "args": {{\n      {external}{args}\n    }}\n  }},\n'
             f'  {{\n    "ph": "f", "id": {correlation}, "pid": {DEVICE}, "tid": {stream}, "ts": {start},\n'
             '    "cat": "ac2g", "name": "ac2g", "bp": "e"\n  },\n')
+
+
+def _device_name(item: Item, config: Config) -> str:
+    """Suffix as of a code object's kernel descriptor: demangled names carry it as a clone."""
+    name = item.kernel.name
+    if not config.code_object_names or item.kernel.kind == "memcpy":
+        return name
+    return f"{name} [clone .kd]" if "(" in name else f"{name}.kd"
 
 
 def _rocm_args(item: Item, config: Config, launched: bool) -> str:

@@ -50,8 +50,7 @@ class PowerController:
 
     def __init__(self, config: Config, rank: int, rng: np.random.Generator) -> None:
         gpu, fsdp = config.gpu, config.fsdp
-        extra = config.silicon.extra_w
-        self.static_w = gpu.idle_w + extra[rank % config.gpus_per_host % len(extra)]
+        self.static_w = gpu.idle_w + config.silicon.of(rank % config.gpus_per_host)
         self.memory_w = gpu.memory_w
         self.dynamic_w, self.cap_w = gpu.dynamic_w, gpu.power_cap_w
         self.max_mhz = gpu.max_clock_mhz * config.faults.slow.get(rank, 1.0)

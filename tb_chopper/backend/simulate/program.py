@@ -178,8 +178,6 @@ class Recorder:
         if stream == COMPUTE:
             waits, self.awaited = [*waits, *self.awaited], []
         if collective is not None:
-            if self.last_collective is not None:
-                waits.append(self.last_collective)  # one communicator: its collectives run in order
             self.last_collective = index
         wait_for = index if blocking else index - self.host.queue_depth if index % UNBLOCK_EVERY == 0 else None
         external, cpu_op = self._open[-1]

@@ -60,6 +60,10 @@ class Rank:
         """Number that the trace gives the GPU: on ROCm a node id, which counts the CPU sockets first."""
         return self.local_rank + (2 if self.config.gpu.dialect == "rocm" else 0)
 
+    def boot_ns(self, wall_ns: int) -> int:
+        """CLOCK_BOOTTIME of the host at one of its wall-clock times."""
+        return boot_ns(wall_ns - clock_offset(self.config, self.rank))
+
     @property
     def main_thread(self) -> int:
         return self.pid
@@ -77,6 +81,11 @@ class Rank:
 def clock_offset(config: Config, rank: int) -> int:
     """What the clock of the rank's host reads at the simulation's zero."""
     return EPOCH_NS + config.faults.clock_skew_ns * (rank // config.gpus_per_host)
+
+
+def boot_ns(t_ns: int) -> int:
+    """CLOCK_BOOTTIME (and CLOCK_MONOTONIC: the hosts never slept) at a time of the simulation."""
+    return BOOT_NS + t_ns
 
 
 def record(timeline: Timeline, rank: int) -> Rank:

@@ -21,6 +21,8 @@ from tb_chopper.backend.simulate.program import Program
 N_STREAMS = 3
 HOST_NOISE = 0.08
 """Relative spread of the cost of one piece of host code."""
+STREAM_DELAY = 0.17
+"""An event between streams takes longer than the next kernel of the same stream, so that starts do not coincide."""
 _START, _FINISH, _TICK, _WAKE = 0, 1, 2, 3
 
 
@@ -112,11 +114,7 @@ class _Engine:
         self.stream = [i.stream for i in items]
         self.contention = [i.kernel.contention for i in items]
         self.activity = [i.kernel.activity for i in items]
-        self.deps = [
-            tuple(d + offset for d in i.deps)
-            for p, offset in zip(programs, self.offsets, strict=False)
-            for i in p.items
-        ]
+        self.deps = _dependencies(programs, self.offsets)
         self.transfer = [
             physics.transfer_ns(i.collective.name, i.collective.n_bytes, config) if i.collective else -1.0
             for i in items
@@ -227,7 +225,8 @@ class _Engine:
             if end > t:
                 t = end
         host = self.config.host
-        t = max(t + host.dispatch_gap_ns, rank.launch[g] + host.launch_latency_ns)
+        gap = host.dispatch_gap_ns * (1.0 + STREAM_DELAY * stream)
+        t = max(t + gap, rank.launch[g] + host.launch_latency_ns)
         rank.busy[stream] = True
         self._push(t, _START, r, stream, g)
 
@@ -306,3 +305,18 @@ class _Engine:
             rank.ticks.append((rank.controller.clock_mhz, rank.controller.power_w, activity))
             self._predict_all(r, rank, t)
         self._push(t + self.config.tick_ns, _TICK, 0, 0, 0)
+
+
+def _dependencies(programs: list[Program], offsets: list[int]) -> list[tuple[int, ...]]:
+    """Per item, over all steps, the items that it waits for. All collectives use one communicator: they run in
+    launch order, whatever their streams."""
+    deps: list[tuple[int, ...]] = []
+    last_collective = -1
+    for program, offset in zip(programs, offsets, strict=False):
+        for item in program.items:
+            waits = [d + offset for d in item.deps]
+            if item.collective is not None:
+                waits += [last_collective] if last_collective >= 0 else []
+                last_collective = len(deps)
+            deps.append(tuple(waits))
+    return deps

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from tb_chopper.backend.simulate.config import Config
-from tb_chopper.backend.simulate.recorded import BOOT_NS, EPOCH_NS, Rank
+from tb_chopper.backend.simulate.recorded import Rank
 from torch_ext import sidecar
 
 
@@ -38,7 +38,8 @@ def build(rank: Rank) -> sidecar.Sidecar:
                     "memory_bytes": config.gpu.memory_bytes,
                 },
             },
-            "clocks": [_clocks("start", rank.window_start), _clocks("stop", rank.window_end)],
+            "clocks": [_clocks(where, t, rank.boot_ns(t))
+                   for where, t in (("start", rank.window_start), ("stop", rank.window_end))],
             "versions": {
                 "torch": "2.13.0",
                 "cuda": None if config.gpu.dialect == "rocm" else "12.8",
@@ -75,11 +76,6 @@ def pci_address(local_rank: int) -> str:
     return f"0000:{0x05 + 0x20 * local_rank:02x}:00.0"
 
 
-def boot_ns(wall_ns: int) -> int:
-    """CLOCK_BOOTTIME (and CLOCK_MONOTONIC: the hosts never slept) at a wall-clock time."""
-    return wall_ns - EPOCH_NS + BOOT_NS
-
-
 def model_flop(config: Config) -> float:
     """Model FLOPs of one rank and step: 6 per parameter outside the embedding and token, and attention, causal half."""
     m = config.model
@@ -88,12 +84,11 @@ def model_flop(config: Config) -> float:
     return 6.0 * dense * config.tokens + attention
 
 
-def _clocks(where: str, wall_ns: int) -> sidecar.ClockPair:
+def _clocks(where: str, wall_ns: int, boot_ns: int) -> sidecar.ClockPair:
     return {
         "where": where,
         "realtime_ns": wall_ns,
-        "monotonic_ns": boot_ns(wall_ns),
-        "boottime_ns": boot_ns(wall_ns),
+        "monotonic_ns": boot_ns, "boottime_ns": boot_ns,
         "uncertainty_ns": 200,
     }
 

@@ -1,14 +1,15 @@
 """The right answers: per kernel, what caused its time, and what a correct analysis must find in the files.
 
 `truth.parquet` has one row per device activity in the capture windows (`COLUMNS`), joined to a trace by (rank,
-correlation); `truth.json` tells the configuration, the ranks and their files. Times are ns on the rank's own clock.
+correlation); `truth_dispatches.parquet` tells which kernel each row of the counter files is; `truth.json` tells the
+configuration, the ranks and their files. Times are ns on the clock of the rank's host.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from tb_chopper.backend.simulate.program import Item, Program
 from tb_chopper.backend.simulate.recorded import Rank, Step, clock_offset
 from tb_chopper.backend.simulate.schedule import RankTimes
 
-NAME, TABLE = "truth.json", "truth.parquet"
+NAME, TABLE, DISPATCHES = "truth.json", "truth.parquet", "truth_dispatches.parquet"
 
 COLUMNS: dict[str, str] = {
     "rank": "rank",
@@ -62,6 +63,16 @@ COLUMNS: dict[str, str] = {
 """d_thr_ns * ovr_inst * ovr_util * ovr_overlap * ovr_freq = end_ns - start_ns, for compute kernels and copies."""
 
 
+@dataclass
+class Part:
+    """What one rank contributes."""
+
+    trace: str
+    counters: list[str]
+    kernels: pd.DataFrame
+    dispatches: pd.DataFrame
+
+
 def of_rank(rank: Rank, times: RankTimes) -> pd.DataFrame:
     """One row per device activity of the rank's trace, `wait_ns` still missing."""
     parts = [
@@ -83,45 +94,35 @@ def with_waits(tables: Sequence[pd.DataFrame], config: Config) -> pd.DataFrame:
     """All ranks' tables as one; a collective's wait lasts until its last rank has arrived."""
     table = pd.concat(tables, ignore_index=True)
     true_start = table["start_ns"] - table["rank"].map(lambda r: clock_offset(config, r))
-    last = true_start.groupby(table["seq"]).transform("max")
-    arrived = true_start.groupby(table["seq"]).transform("size") == len(tables)
-    table["wait_ns"] = (last - true_start).where((table["seq"] >= 0) & arrived, -1).astype("int64")
+    instances = true_start.groupby(table["seq"])
+    complete = (table["seq"] >= 0) & (instances.transform("size") == len(tables))
+    table["wait_ns"] = (instances.transform("max") - true_start).where(complete, -1).astype("int64")
     return table[list(COLUMNS)]
 
 
-def write(
-    directory: Path, table: pd.DataFrame, config: Config, ranks: Sequence[Rank], files: Sequence[dict[str, Any]]
-) -> None:
-    for column in ("name", "kind", "type", "operation", "phase", "cpu_op"):
-        table[column] = table[column].astype("category")
-    table.to_parquet(directory / TABLE, index=False)
+def write(directory: Path, config: Config, ranks: Sequence[Rank], parts: Sequence[Part]) -> None:
+    kernels = with_waits([part.kernels for part in parts], config)
+    texts = ("name", "kind", "type", "operation", "phase", "cpu_op")
+    kernels.astype(dict.fromkeys(texts, "category")).to_parquet(directory / TABLE, index=False)
+    pd.concat([part.dispatches for part in parts], ignore_index=True).to_parquet(directory / DISPATCHES, index=False)
     summary = {
-        "simulated": True,
-        "config": asdict(config),
-        "peak_flop_per_s": config.gpu.peak_flop_per_s,
-        "columns": COLUMNS,
-        "ranks": [
-            {
-                "rank": r.rank,
-                "host": r.host,
-                "pid": r.pid,
-                "device": r.device,
-                "clock_offset_ns": clock_offset(config, r.rank),
-                "window_ns": [r.window_start, r.window_end],
-                "steps": [
-                    {
-                        "step": s.number,
-                        "start_ns": int(s.points[s.program.events[s.program.step_event].begin]),
-                        "end_ns": int(s.points[s.program.events[s.program.step_event].end]),
-                    }
-                    for s in r.steps
-                ],
-                **file,
-            }
-            for r, file in zip(ranks, files, strict=True)
-        ],
+        "simulated": True, "config": asdict(config), "peak_flop_per_s": config.gpu.peak_flop_per_s, "columns": COLUMNS,
+        "ranks": [_summary(rank, part) for rank, part in zip(ranks, parts, strict=True)],
     }
     (directory / NAME).write_text(json.dumps(summary, indent=1), encoding="utf-8")
+
+
+def _summary(rank: Rank, part: Part) -> dict[str, Any]:
+    steps = []
+    for step in rank.steps:
+        event = step.program.events[step.program.step_event]
+        start, end = int(step.points[event.begin]), int(step.points[event.end])
+        steps.append({"step": step.number, "start_ns": start, "end_ns": end})
+    return {
+        "rank": rank.rank, "host": rank.host, "pid": rank.pid, "device": rank.device, "trace": part.trace,
+        "counters": part.counters, "clock_offset_ns": clock_offset(rank.config, rank.rank),
+        "window_ns": [rank.window_start, rank.window_end], "steps": steps,
+    }
 
 
 def _of_step(rank: Rank, step: Step, launched: bool) -> pd.DataFrame:

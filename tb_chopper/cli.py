@@ -42,6 +42,23 @@ def _parser() -> argparse.ArgumentParser:
     analyze.add_argument("--communication", metavar="REGEX", action="append", default=[],
                          help="a further pattern of communication kernels (repeatable)")
     analyze.set_defaults(run=_analyze)
+
+    from tb_chopper.backend.simulate import arguments as simulation
+
+    simulate = commands.add_parser(
+        "simulate", help="write the files of a simulated node, with the truth beside them",
+        description="Writes what the profilers would have recorded on a simulated node: traces, sidecars, telemetry, "
+        "hardware counters; and the planted truth. Simulated runs say so in their name and in every view.")
+    simulation.add_arguments(simulate)
+    simulate.set_defaults(run=_simulate)
+
+    from torch_ext import sampler
+
+    sample = commands.add_parser(
+        "sample", help="record clocks, power, temperature and CPU use of this host",
+        description="Records clocks, power, temperature and CPU use of this host until stopped (Ctrl-C).")
+    sampler.add_arguments(sample)
+    sample.set_defaults(run=sampler.run)
     return parser
 
 
@@ -60,6 +77,16 @@ def _analyze(arguments: argparse.Namespace) -> int:
     from tb_chopper.backend.errors import UnreadableFile
 
     raise UnreadableFile(analyze.why_nothing(result))
+
+
+def _simulate(arguments: argparse.Namespace) -> int:
+    from tb_chopper.backend.simulate import arguments as simulation
+
+    with _Progress() as progress:
+        runs = simulation.run(arguments, progress)
+    for run in runs:
+        print(run)
+    return 0
 
 
 class _Progress:

@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 
 from tb_chopper.backend import capture as captures
-from tb_chopper.backend import logdir, schema
+from tb_chopper.backend import hardware, logdir, schema
 from tb_chopper.backend.capture import Capture, Progress
 from tb_chopper.backend.errors import NotFound, UnreadableFile
 from tb_chopper.backend.findings import Finding, by_severity
-from tb_chopper.backend.metrics import launch, overlap, timeline
+from tb_chopper.backend.hardware import Hardware
+from tb_chopper.backend.metrics import efficiency, launch, overlap, throughput, timeline
 from tb_chopper.backend.metrics.grouping import By, Where
 
 if TYPE_CHECKING:
@@ -98,6 +99,28 @@ class Run:
     def launch_overhead(self, by: By = "operation", where: Where = None, scope: str = "across") -> pd.DataFrame:
         """Preparation and call overhead of launches; see metrics.launch.launch_overhead."""
         return launch.launch_overhead(self.kernels, by, where, scope)
+
+    def throughput(self) -> pd.DataFrame:
+        """Iteration time, tokens/s and steps/s per GPU and of the run; see metrics.throughput.throughput."""
+        return throughput.throughput(self.steps, self._told_to_handler("tokens_per_step"))
+
+    def efficiency(self, by: By = "gpu", where: Where = None) -> pd.DataFrame:
+        """Utilization, SM efficiency, occupancy, MFU and HFU side by side; see metrics.efficiency.efficiency."""
+        return efficiency.efficiency(self.kernels, self.steps, self.hardware, by, where,
+                                     self._told_to_handler("model_flops_per_step"))
+
+    @cached_property
+    def hardware(self) -> dict[int, Hardware | None]:
+        """The peaks of each GPU, by `gpu`; None for one that the peak table does not know."""
+        gpus = self.workers.drop_duplicates("gpu")
+        names = gpus["gpu_name"].astype(object)
+        return {gpu: None if pd.isna(name) else hardware.find(name) for gpu, name in zip(gpus["gpu"], names, strict=True)}
+
+    def _told_to_handler(self, key: str) -> dict[int, Any]:
+        """A value that the user gave to the trace handler, by `gpu`, where it was given."""
+        gpu = self.workers.drop_duplicates("file").set_index("file")["gpu"]
+        told = {gpu[c.file.path.name]: c.sidecar.get("training", {}).get(key) for c in self.captures}
+        return {int(g): value for g, value in told.items() if value}
 
     # -- views ----------------------------------------------------------------------------------------------------
 

@@ -113,8 +113,8 @@ class Run:
     def hardware(self) -> dict[int, Hardware | None]:
         """The peaks of each GPU, by `gpu`; None for one that the peak table does not know."""
         gpus = self.workers.drop_duplicates("gpu")
-        names = gpus["gpu_name"].astype(object)
-        return {gpu: None if pd.isna(name) else hardware.find(name) for gpu, name in zip(gpus["gpu"], names, strict=True)}
+        return {int(gpu): None if pd.isna(name) else hardware.find(name)
+                for gpu, name in zip(gpus["gpu"], gpus["gpu_name"].astype(object), strict=True)}
 
     def _told_to_handler(self, key: str) -> dict[int, Any]:
         """A value that the user gave to the trace handler, by `gpu`, where it was given."""

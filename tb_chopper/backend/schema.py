@@ -265,6 +265,77 @@ class TelemetryLog:
     findings: list[Finding] = field(default_factory=list)
 
 
+COUNTERS: Table = (
+    Column("pass", "int64", "", "number of the pass by the folder's name, else 0: one run of the program each"),
+    Column("file", "category", "", "file it was read from"),
+    Column("host", "category", "", "host name, or null"),
+    Column("process", "int64", "", "process id, else -1"),
+    Column("rank", "Int64", "", "rank by the file's name, missing where it does not tell"),
+    Column("agent", "category", "", "device as the profiler names it (Agent 2, GPU 0): a label, not an identity"),
+    Column("gpu_index", "int64", "", "place among the GPU agents of the process, else -1: Agent 2 may be GPU 0"),
+    Column("xcc", "Int64", "", "compute dies over which counters are summed, missing where unknown"),
+    Column("dispatch", "int64", "", "dispatch id: counts over all queues and agents of the process"),
+    Column("queue", "int64", "", "queue, else -1"),
+    Column("stream", "int64", "", "stream of the profiler (no stream of torch), else -1"),
+    Column("name", "category", "", "kernel name as written"),
+    Column("grid", "int64", "", "work-items (threads) of the whole grid, else -1"),
+    Column("workgroup", "int64", "", "work-items of a workgroup, else -1"),
+    Column("start_ns", "int64", "ns", "start in the clock of the profiler, else -1"),
+    Column("end_ns", "int64", "ns", "end, else -1"),
+)
+"""One row per dispatch of a counter run, in order of process and dispatch. Behind these columns stands one float64
+column per counter, named as the profiler names it and summed over all hardware instances; NaN: not collected for
+this dispatch. Counters of clocks (GRBM_GUI_ACTIVE, GRBM_COUNT) are sums over `xcc` dies too. A kernel trace has
+the same rows and no counters."""
+
+AGENTS: Table = (
+    Column("host", "category", "", "host name, or null"),
+    Column("process", "int64", "", "process id, else -1"),
+    Column("node", "int64", "", "node id of the driver, CPUs included"),
+    Column("logical_node", "int64", "", "node id among those visible, CPUs included"),
+    Column("gpu_index", "int64", "", "place among the GPUs, -1 for a CPU"),
+    Column("arch", "category", "", "gfx942, sm_90, ..., or the CPU's name"),
+    Column("product", "category", "", "product name; not always the marketing name"),
+    Column("device_id", "int64", "", "PCI device id, else -1"),
+    Column("units", "int64", "", "CUs or SMs, else -1"),
+    Column("simds", "int64", "", "SIMDs, else -1"),
+    Column("xcc", "int64", "", "compute dies, else -1"),
+    Column("shader_engines", "int64", "", "shader engines, else -1"),
+    Column("wave_size", "int64", "", "threads of a wave, else -1"),
+    Column("waves_per_unit", "int64", "", "waves that a unit can hold, else -1"),
+    Column("max_clock_mhz", "int64", "MHz", "highest clock of the compute units, else -1"),
+    Column("pci_address", "category", "", "0000:c1:00.0, or null"),
+    Column("kfd_id", "int64", "", "id of the kernel driver, as AMD SMI reports it, else -1"),
+)
+
+
+@dataclass
+class CounterFile:
+    """One file of a profiler that counts hardware events: `counters` and `agents`, either of which may be empty.
+
+    `tool`: rocprofv3, rocprof-compute or ncu. `complete` is False when part of the file was lost.
+    """
+
+    path: Path
+    counters: pd.DataFrame
+    agents: pd.DataFrame
+    tool: str
+    findings: list[Finding] = field(default_factory=list)
+    complete: bool = True
+
+
+def counter_names(counters: pd.DataFrame) -> list[str]:
+    """The columns of a COUNTERS table that are counters."""
+    fixed = {c.name for c in COUNTERS}
+    return [c for c in counters.columns if c not in fixed]
+
+
+def with_counters(rows: pd.DataFrame, counters: dict[str, np.ndarray]) -> pd.DataFrame:
+    """A COUNTERS table of rows that may lack columns, and the counters of each row."""
+    fixed = conform(rows, COUNTERS)
+    return pd.concat([fixed, pd.DataFrame(counters, index=fixed.index, dtype="float64")], axis=1)
+
+
 def empty(table: Table) -> pd.DataFrame:
     """A table of no rows with the right columns."""
     return pd.DataFrame({c.name: _series(c, []) for c in table})

@@ -73,8 +73,8 @@ def _numeric(texts: pd.Series, unit: str | None, base: TimeBase, file: str) -> T
     if len(known) and not EPOCH_NS[0] <= np.median(known) <= EPOCH_NS[1]:
         days = int(np.median(known)) // DAY_NS
         raise UnreadableFile(
-            f"{file}: its times are not epoch times ({days} days since the start of their clock): give one moment on both "
-            "clocks (anchor), or log with a clock since the epoch")
+            f"{file}: its times are not epoch times ({days} days since the start of their clock): give one moment on "
+            "both clocks (anchor), or log with a clock since the epoch")
     return Times(exact, resolution, "epoch", [])
 
 

@@ -106,8 +106,8 @@ def interpret(rows: pd.DataFrame, source: str, base: TimeBase, file: str, time: 
     numbered, gpu = _gpu_numbers(rows, headers)
     keep = texts.astype(str).str.strip().ne("") & numbered
     if left := int((~keep).sum()):
-        findings.append(Finding("telemetry_partial_rows", "info", f"{file}: {left} rows without a time or a GPU are left "
-                                "out", left))
+        findings.append(Finding("telemetry_partial_rows", "info",
+                                f"{file}: {left} rows without a time or a GPU are left out", left))
     if not keep.any():
         raise UnreadableFile(f"{file}: no row with a time and a GPU")
     rows, texts, gpu = rows[keep], texts[keep], gpu[keep.to_numpy()]

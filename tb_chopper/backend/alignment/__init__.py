@@ -1,0 +1,1 @@
+"""Counters onto kernels, samples onto kernels, clocks onto clocks."""

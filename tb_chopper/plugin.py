@@ -74,7 +74,7 @@ class ChopperPlugin(base_plugin.TBPlugin):
     def _plotly(self, request: wrappers.Request) -> wrappers.Response:
         from importlib import resources
 
-        script = resources.files("plotly").joinpath("package_data", "plotly.min.js").read_bytes()
+        script = (resources.files("plotly") / "package_data" / "plotly.min.js").read_bytes()
         return http_util.Respond(request, script, "text/javascript", expires=YEAR_S)
 
     def _config(self, request: wrappers.Request) -> wrappers.Response:

@@ -1,4 +1,4 @@
-"""The runs of a log directory for a server: scanned in the background, opened on demand, computed in jobs with progress."""
+"""The runs of a log directory for a server: scanned in the background, opened on demand, with progress."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ class RunStore:
     # ---- what is in it -------------------------------------------------------------------------------------------
 
     def ask(self, key: tuple[str, ...], listed: list[Listed], compute: Callable[..., str], wait_s: float) -> str | Job:
-        """The text that `compute(*runs)` makes of the runs, or the job that makes it when that takes longer than `wait_s`.
+        """The text that `compute(*runs)` makes, or the job that makes it when that takes longer than `wait_s`.
 
         `key` names the computation; a result is kept until a run changes. Raises what `compute` raises.
         """

@@ -17,7 +17,7 @@ export function renderPage(content, view, { plotly, state, onSelect }) {
     view.name === "findings" ? null : strip(view.findings),
     h("h2", { class: "headline" }, unbroken(view.headline)),
     view.key_figures.length ? h("dl", { class: "key-figures" }, view.key_figures.map((k) => keyFigure(k, largest))) : null,
-    view.name === "findings" ? findingList(view.findings) : null,
+    view.name === "findings" ? findingList(grouped(view.findings)) : null,
     main, view.name === "overview" ? null : first, details.length ? h("div", { class: "grid" }, details) : null,
     view.name === "overview" ? first : null, others,
     view.missing.length ? missing(view.missing) : null,
@@ -46,23 +46,39 @@ function keyFigure(k, largest) {
     h("dd", { class: "muted small" }, k.note || "\u00a0"));
 }
 
+// The same statement about several files is one statement.
+function grouped(findings) {
+  const groups = new Map();
+  for (const f of findings) {
+    const key = `${f.severity}\n${f.code}\n${f.message}`;
+    const group = groups.get(key) ?? { ...f, count: 0, files: [] };
+    group.count += f.count;
+    if (f.file) group.files.push(f.file);
+    groups.set(key, group);
+  }
+  return [...groups.values()];
+}
+
+const plural = (n, noun) => `${n.toLocaleString("en")} ${noun}${n === 1 ? "" : "s"}`;
+
 function strip(findings) {
   const serious = findings.filter((f) => f.severity !== "info");
   if (!serious.length) return null;
   const errors = serious.filter((f) => f.severity === "error").length;
-  const summary = [errors ? `${errors} error${errors > 1 ? "s" : ""}` : null, serious.length - errors ? `${serious.length - errors} warning${serious.length - errors > 1 ? "s" : ""}` : null].filter(Boolean).join(", ");
+  const summary = [errors ? plural(errors, "error") : null, serious.length - errors ? plural(serious.length - errors, "warning") : null].filter(Boolean).join(", ");
+  const groups = grouped(serious);
   return h("details", { class: `findings ${errors ? "error" : "warning"}` },
-    h("summary", {}, h("strong", {}, `Data quality: ${summary}. `), h("span", {}, serious[0].message)),
-    h("ul", {}, serious.map((f) => h("li", {}, h("span", { class: `badge ${f.severity}` }, f.severity), f.file ? h("code", {}, f.file) : null, ` ${f.message}`))));
+    h("summary", {}, h("strong", {}, `Data quality: ${summary}. `), h("span", {}, groups[0].message)),
+    findingList(groups));
 }
 
-const MAX_LISTED = 200; // the table below has all of them
+const MAX_LISTED = 200; // the table of the Findings tab has all of them
 
-function findingList(findings) {
-  if (!findings.length) return null;
-  return h("ul", { class: "finding-list" }, findings.slice(0, MAX_LISTED).map((f) => h("li", { class: f.severity },
-    h("div", {}, h("span", { class: `badge ${f.severity}` }, f.severity), h("code", { class: "muted" }, f.code), f.count > 1 ? h("span", { class: "muted" }, ` ${f.count.toLocaleString("en")} events`) : null),
-    h("p", {}, f.message), f.file ? h("p", { class: "muted small" }, f.file) : null)));
+function findingList(groups) {
+  if (!groups.length) return null;
+  return h("ul", { class: "finding-list" }, groups.slice(0, MAX_LISTED).map((f) => h("li", { class: f.severity },
+    h("div", {}, h("span", { class: `badge ${f.severity}` }, f.severity), h("code", { class: "muted" }, f.code), f.count > 1 ? h("span", { class: "muted" }, ` · ${plural(f.count, "event")}`) : null),
+    h("p", {}, f.message), f.files.length ? h("p", { class: "muted small" }, f.files.join(", ")) : null)));
 }
 
 function missing(items) {

@@ -27,9 +27,11 @@ class TableView {
 
   prepare(column, values) {
     const numeric = values.some((v) => typeof v === "number") || (column.unit && column.unit !== "text");
-    let largest = 0;
-    if (numeric) for (const v of values) if (typeof v === "number") largest = Math.max(largest, Math.abs(v));
-    const { label: unitLabel, divisor } = scale(column.unit, largest);
+    const sizes = numeric ? values.filter((v) => typeof v === "number" && v !== 0).map(Math.abs).sort((a, b) => a - b) : [];
+    const largest = sizes.at(-1) ?? 0;
+    // The unit suits the middle of the column: small rows stay readable beside one huge one.
+    const middle = sizes[sizes.length >> 1] ?? 0;
+    const { label: unitLabel, divisor } = scale(column.unit, Math.min(largest, 10 * middle));
     return { ...column, values, numeric, largest, unitLabel, divisor };
   }
 
@@ -41,10 +43,9 @@ class TableView {
     this.heads = this.columns.map((column, i) => this.header(column, i));
     this.body = h("tbody");
     const widths = this.columns.map(width);
-    const fluid = widths.some((w) => w === null);
     const least = widths.reduce((sum, w) => sum + (w ?? FLUID_PX), 0);
     this.scroller = h("div", { class: "scroller", tabindex: "-1" },
-      h("table", { style: { "min-width": `${least}px`, width: fluid ? "100%" : `${least}px` }, "aria-rowcount": this.count, "aria-label": spec.title },
+      h("table", { style: { "min-width": `${least}px` }, "aria-rowcount": this.count, "aria-label": spec.title },
         h("colgroup", {}, widths.map((w) => h("col", { style: { width: w ? `${w}px` : "auto" } }))),
         h("thead", {}, h("tr", {}, this.heads)), this.body));
     this.scroller.addEventListener("scroll", () => this.schedule());
@@ -184,12 +185,19 @@ export function csvCell(value) {
   return /[",\r\n]/.test(text) ? `"${text.replace(/"/g, '""')}"` : text;
 }
 
+const pen = document.createElement("canvas").getContext("2d");
+
+function textWidth(text, weight) {
+  pen.font = `${weight} 13px ${getComputedStyle(document.body).fontFamily}`;
+  return pen.measureText(text).width;
+}
+
 // Pixels, or null for a column of long texts, which takes the room that is left.
 function width(column) {
-  const heading = 44 + 7.2 * (column.label.length + column.unitLabel.length);
-  if (column.numeric) return Math.round(Math.max(92, heading));
-  const longest = column.values.reduce((n, v) => Math.max(n, v ? String(v).length : 0), 0);
-  return longest > 26 ? null : Math.round(Math.max(80, heading, 34 + 7.8 * longest));
+  const heading = 38 + textWidth(`${column.label} ${column.unitLabel}`, 600);
+  if (column.numeric) return Math.ceil(Math.max(84, heading));
+  const longest = column.values.reduce((a, v) => (v !== null && String(v).length > a.length ? String(v) : a), "");
+  return longest.length > 26 ? null : Math.ceil(Math.max(80, heading, 26 + textWidth(longest, 400)));
 }
 
 function spacer(rows, columns) {

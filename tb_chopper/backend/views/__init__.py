@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tb_chopper.backend.errors import InvalidSelection, NotFound
@@ -39,12 +40,7 @@ REGISTRY: dict[str, Entry] = {
             "How much communication is hidden behind compute?",
             ("operation", "layer", "phase", "step"),
         ),
-        Entry(
-            "dvfs",
-            "DVFS",
-            "At which clock did the hardware run, and what did that cost?",
-            ("operation", "phase", "step"),
-        ),
+        Entry("dvfs", "DVFS", "At which clock did the hardware run, and what did that cost?"),
         Entry(
             "launch",
             "Launch",
@@ -69,6 +65,7 @@ def build(name: str, run: Run, **selection: Any) -> View:
 
     NotFound for an unknown view, InvalidSelection for an unknown option or a value that it does not have.
     """
+    from tb_chopper.backend.views import context
     from tb_chopper.backend.views.view import Selection
 
     if name not in REGISTRY:
@@ -82,4 +79,6 @@ def build(name: str, run: Run, **selection: Any) -> View:
             raise InvalidSelection(f"{option}={value!r}: one of {', '.join(values)}")
     module = importlib.import_module(f"{__name__}.{name}")
     view: View = module.view(run, chosen)
-    return view
+    return replace(
+        view, name=name, title=REGISTRY[name].title, findings=tuple(run.findings), banners=context.banners(run)
+    )

@@ -1,4 +1,4 @@
-"""Breakdown: from an operation's theoretical duration to its actual one. A trace alone gives the two ends of part of it."""
+"""Breakdown: from an operation's theoretical duration to its actual one. A trace alone gives part of it."""
 
 from __future__ import annotations
 
@@ -21,11 +21,13 @@ DEFINITIONS = {
     "n": "Instances: one per gpu, step, phase, layer and operation.",
     "median": "Median over instances of their kernel time.",
     "fastest": "Kernel time of the fastest instance.",
-    "spread": "Sum over instances of kernel time − that of the fastest instance with the same number of kernels: what would be saved if all ran as fast as the best.",
+    "spread": "Sum over instances of kernel time − that of the fastest instance with the same number of kernels: "
+    "what would be saved if all ran as fast as the best.",
 }
 COUNTERS = Missing(
     "Theoretical, instruction and utilization overhead",
-    "They need hardware counters, taken by running the same program again under rocprofv3 or Nsight Compute. Nothing is guessed without them.",
+    "They need hardware counters, taken by running the same program again under rocprofv3 or Nsight Compute. Nothing "
+    "is guessed without them.",
     "tb-chopper collect --counters breakdown --out log/my_run -- python train.py",
 )
 CLOCK = Missing(
@@ -37,18 +39,20 @@ CLOCK = Missing(
 
 def view(run: Run, selection: Selection) -> View:
     """Actual kernel time per operation and its spread over instances; the factors need counters and a clock."""
-    common = {"findings": context.findings(run), "banners": context.banners(run), "missing": (COUNTERS, CLOCK)}
     by = list(selection.by or ("operation",))
     rows = actual(metrics.instances(context.kernels(run, selection)), by)
     if not len(rows):
-        return View("breakdown", "Breakdown", "No compute kernel ran in this selection.", **common)
+        return View(
+            "No compute kernel ran in this selection.",
+            missing=(COUNTERS, CLOCK),
+        )
     worst = figures.largest(rows, "spread_us")
     total = float(rows["d_act_us"].sum())
     return View(
-        "breakdown",
-        "Breakdown",
-        f"Compute kernels take {text.duration(total)}; {text.share(rows['spread_us'].sum() / total if total else None)} of that is above what the fastest instance "
-        f"of the same operation needed, most of it in {text.short(figures.row_label(worst, by), 60)} ({text.duration(worst['spread_us'])}).",
+        f"Compute kernels take {text.duration(total)}; "
+        f"{text.share(rows['spread_us'].sum() / total if total else None)} of that is above what the fastest instance "
+        f"of the same operation needed, most of it in {text.short(figures.row_label(worst, by), 60)} "
+        f"({text.duration(worst['spread_us'])}).",
         key_figures=(
             KeyFigure(
                 "Actual duration",
@@ -100,7 +104,7 @@ def view(run: Run, selection: Selection) -> View:
                 link={"focus": "operation"} if "operation" in by else {},
             )
         },
-        **common,
+        missing=(COUNTERS, CLOCK),
     )
 
 
@@ -126,7 +130,8 @@ def _figure(rows: pd.DataFrame, by: list[str]) -> go.Figure:
     labels = [figures.row_label(r, by) for r in shown.to_dict("records")]
     fig = figures.figure(
         "Actual duration by " + " and ".join(by),
-        "What the fastest instances would take, and what lies above. The five factors of the paper need counters and a clock.",
+        "What the fastest instances would take, and what lies above. The five factors of the paper need counters and "
+        "a clock.",
         height=figures.height_of(len(shown), 27),
         wide=True,
         barmode="stack",
@@ -147,7 +152,8 @@ def _figure(rows: pd.DataFrame, by: list[str]) -> go.Figure:
                 divisor,
                 name=what,
                 hover=[
-                    f"<b>{text.hover(label)}</b><br>{what}: {text.duration(v)} of {text.duration(d)}<br>{n:,} instances<br>estimated"
+                    f"<b>{text.hover(label)}</b><br>{what}: {text.duration(v)} of {text.duration(d)}<br>{n:,} "
+                    "instances<br>estimated"
                     for label, v, d, n in zip(labels, values, shown["d_act_us"], shown["n"], strict=True)
                 ],
                 links=[json.dumps({"focus": str(o)}) for o in shown["operation"]] if "operation" in by else None,

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 import pandas as pd
 
 from tb_chopper.backend.errors import InvalidSelection
-from tb_chopper.backend.findings import Finding
 from tb_chopper.backend.metrics import grouping
 from tb_chopper.backend.views.view import Missing, Selection
 
@@ -30,10 +29,6 @@ def banners(run: Run) -> tuple[str, ...]:
     """Sentences above everything else."""
     simulated = any(c.sidecar.get("simulated") for c in run.captures)
     return (*((SIMULATED,) if simulated else ()), *((CPU_ONLY,) if is_cpu_only(run) else ()))
-
-
-def findings(run: Run) -> tuple[Finding, ...]:
-    return tuple(run.findings)
 
 
 def kernels(run: Run, selection: Selection, steps: bool = True) -> pd.DataFrame:

@@ -1,4 +1,4 @@
-"""DVFS: clocks, power and what they cost. A trace holds no clock: it shows only whether equal work slows down over time."""
+"""DVFS: clocks, power and what they cost. A trace holds no clock: it shows only whether equal work slows down."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ LATER = Missing(
     "tb-chopper collect --telemetry --out log/my_run -- python train.py",
 )
 DEFINITIONS = {
-    "slowdown": "Time of compute kernels that no communication overlaps / what they would take at the median of their equals on all "
+    "slowdown": "Time of compute kernels that no communication overlaps / what they would take at the median of "
+    "their equals on all "
     "GPUs (same name, grid and shapes). A lower clock raises it; so do caches and memory traffic: it is a "
     "hint, not a clock.",
     "drift": "The same for the second half of the capture / for the first half.",
@@ -41,7 +42,6 @@ BINS = 60
 def view(run: Run, selection: Selection) -> View:
     """Without telemetry: duration of equal kernels over time, relative to the fastest (estimated)."""
     kernels = context.kernels(run, selection)
-    common = {"findings": context.findings(run), "banners": context.banners(run), "missing": (TELEMETRY, LATER)}
     unavailable = (
         KeyFigure("Core clock", None, "mhz", DEFINITIONS["clock"], "unavailable"),
         KeyFigure("Power", None, "w", "Mean power of a GPU.", "unavailable"),
@@ -50,11 +50,9 @@ def view(run: Run, selection: Selection) -> View:
     equal, covered = equal_kernels(kernels)
     if not len(equal):
         return View(
-            "dvfs",
-            "DVFS",
             "This run holds no clock, and too few equal kernels to tell whether work slows down over time.",
             key_figures=unavailable,
-            **common,
+            missing=(TELEMETRY, LATER),
         )
     by_gpu = equal.groupby("gpu").agg(
         duration_ns=("duration_ns", "sum"), expected_ns=("expected_ns", "sum"), n=("duration_ns", "size")
@@ -62,12 +60,15 @@ def view(run: Run, selection: Selection) -> View:
     by_gpu = by_gpu.assign(slowdown=by_gpu["duration_ns"] / by_gpu["expected_ns"], time_us=by_gpu["duration_ns"] / 1000)
     drift = _drift(equal)
     slow = figures.largest(by_gpu.reset_index(), "slowdown")
-    gpus = f"GPU {slow['gpu']} needs {_percent(slow['slowdown'])} than the median for equal kernels; " if len(by_gpu) > 1 else ""
+    gpus = (
+        f"GPU {slow['gpu']} needs {_percent(slow['slowdown'])} than the median for equal kernels; "
+        if len(by_gpu) > 1
+        else ""
+    )
     return View(
-        "dvfs",
-        "DVFS",
         f"This run holds no clock. {gpus}"
-        f"{'they' if gpus else 'Equal kernels'} need {_percent(drift)} in the second half of the capture than in the first.",
+        f"{'they' if gpus else 'Equal kernels'} need {_percent(drift)} in the second half of the capture than in the "
+        "first.",
         key_figures=(
             KeyFigure("Second half / first half", drift, "factor", DEFINITIONS["drift"], "estimated"),
             KeyFigure("Slowest GPU / median", slow["slowdown"], "factor", DEFINITIONS["slowdown"], "estimated"),
@@ -89,7 +90,7 @@ def view(run: Run, selection: Selection) -> View:
                 link={"gpu": "gpu"},
             )
         },
-        **common,
+        missing=(TELEMETRY, LATER),
     )
 
 
@@ -138,12 +139,15 @@ def _figure(equal: pd.DataFrame) -> go.Figure:
     binned = equal.assign(bin=place).groupby(["gpu", "bin"], as_index=False)[["duration_ns", "expected_ns"]].sum()
     fig = figures.figure(
         "Equal kernels over time",
-        "Time against the median of equal kernels (same name, grid, shapes), one line per GPU. A rising line may mean a "
+        "Time against the median of equal kernels (same name, grid, shapes), one line per GPU. A rising line may "
+        "mean a "
         "falling clock (estimated).",
         height=340,
         wide=True,
         legend=[figures.entry("frequency", DEFINITIONS["slowdown"], label="Time / median", line=True)],
     )
+    ratio = binned["duration_ns"] / binned["expected_ns"]
+    low, high = 0.98 * float(ratio.min()), 1.02 * float(ratio.max())
     for gpu, rows in binned.groupby("gpu"):
         fig.add_trace(
             go.Scatter(
@@ -155,11 +159,13 @@ def _figure(equal: pd.DataFrame) -> go.Figure:
                 line={"color": COLORS["frequency"], "width": 1.3},
                 opacity=0.8,
                 name=f"GPU {gpu}",
-                hovertemplate=f"<b>GPU {gpu}</b><br>%{{y:.2f}} × median at %{{x:.1f}} {unit}<br>estimated<extra></extra>",
+                hovertemplate=(
+                    f"<b>GPU {gpu}</b><br>%{{y:.2f}} × median at %{{x:.1f}} {unit}<br>estimated<extra></extra>"
+                ),
             )
         )
     fig.update_layout(
         xaxis={"title": {"text": f"time since the start of the capture, {unit}"}},
-        yaxis={"title": {"text": "time / median"}, "rangemode": "tozero"},
+        yaxis={"title": {"text": "time / median"}, "range": [min(0.9, low), max(1.1, high)]},
     )
     return fig

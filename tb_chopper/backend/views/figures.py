@@ -28,6 +28,7 @@ def figure(
     """An empty figure. `description` is one sentence on what it shows; `wide`: it takes a whole row of the page."""
     out = go.Figure()
     out.update_layout(
+        xaxis={"rangemode": "tozero"},
         title=text.escape(title),
         height=height,
         hovermode="closest",
@@ -85,9 +86,16 @@ def bars(
         marker={
             "color": color or COLORS[thing],
             "line": {"width": 0},
-            "pattern": {"shape": pattern, "fillmode": "replace", "size": 6},
+            "pattern": {
+                "shape": pattern,
+                "bgcolor": color or COLORS[thing],
+                "fgcolor": "white",
+                "fgopacity": 0.6,
+                "size": 7,
+                "solidity": 0.3,
+            },
         },
-        text=labels,
+        text=None if labels is None else ["" if p else t for t, p in zip(labels, pattern, strict=True)],
         textposition="inside" if labels is not None else "none",
         insidetextanchor="middle",
         textangle=0,

@@ -8,7 +8,7 @@ import pandas as pd
 
 from tb_chopper.backend.findings import SEVERITIES, by_severity
 from tb_chopper.backend.schema import BEFORE_CAPTURE, UNATTRIBUTED
-from tb_chopper.backend.views import context, text
+from tb_chopper.backend.views import text
 from tb_chopper.backend.views.view import KeyFigure, Selection, Table, TableColumn, View
 
 if TYPE_CHECKING:
@@ -27,8 +27,6 @@ def view(run: Run, selection: Selection) -> View:
         else None
     )
     return View(
-        "findings",
-        "Findings",
         _headline(run, known),
         key_figures=_key_figures(run, known),
         tables={
@@ -82,8 +80,6 @@ def view(run: Run, selection: Selection) -> View:
                 sort="time_us",
             ),
         },
-        findings=context.findings(run),
-        banners=context.banners(run),
     )
 
 
@@ -93,9 +89,15 @@ def _headline(run: Run, known: float | None) -> str:
     attributed = f"; {text.share(known)} of the GPU time belongs to a known operation" if known is not None else ""
     files = text.count(n_files, "file")
     if counts["error"]:
-        return f"{text.count(counts['error'], 'error')} and {text.count(counts['warning'], 'warning')}: part of the data is missing or wrong. {files} could be read{attributed}."
+        return (
+            f"{text.count(counts['error'], 'error')} and {text.count(counts['warning'], 'warning')}: part of the "
+            f"data is missing or wrong. {files} could be read{attributed}."
+        )
     if counts["warning"]:
-        return f"{text.count(counts['warning'], 'warning')} in {files}: repairs or assumptions you should know{attributed}."
+        return (
+            f"{text.count(counts['warning'], 'warning')} in {files}: repairs or assumptions you should "
+            f"know{attributed}."
+        )
     return f"{files} read without damage{attributed}."
 
 

@@ -9,7 +9,6 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
-from tb_chopper.backend.metrics.launch import PARTS
 from tb_chopper.backend.views import context, figures, text
 from tb_chopper.backend.views.palette import COLORS, LABELS
 from tb_chopper.backend.views.view import KeyFigure, Selection, Table, TableColumn, View
@@ -18,12 +17,16 @@ if TYPE_CHECKING:
     from tb_chopper.backend.run import Run
 
 DEFINITIONS = {
-    "launch": "O_launch: time from the end of all earlier compute kernels of the GPU to the start of this one, where positive; "
+    "launch": "O_launch: time from the end of all earlier compute kernels of the GPU to the start of this one, where "
+    "positive; "
     "preparation + call.",
-    "prep": "O_prep: the part of the gap before the launch call began. The CPU was not ready: Python, data loading, synchronisation.",
-    "call": "O_call: the part of the gap from the launch call to the kernel's start. Launched in time, started late: queue, runtime, "
+    "prep": "O_prep: the part of the gap before the launch call began. The CPU was not ready: Python, data loading, "
+    "synchronisation.",
+    "call": "O_call: the part of the gap from the launch call to the kernel's start. Launched in time, started late: "
+    "queue, runtime, "
     "dependencies.",
-    "under_communication": "The part of the call time during which communication ran: the kernel waited for data, not for its launch.",
+    "under_communication": "The part of the call time during which communication ran: the kernel waited for data, "
+    "not for its launch.",
     "call_free": "O_call without the part during which communication ran.",
     "graph": "Gaps between the kernels of one CUDA or HIP graph launch: one call started several kernels.",
     "unattributed": "Gaps before kernels whose launch call is not in the trace.",
@@ -41,19 +44,16 @@ SEGMENTS = ("prep", "call", "under_communication", "graph", "unattributed")
 
 def view(run: Run, selection: Selection) -> View:
     """Preparation, call, graph and unattributed gaps before compute kernels by operation, layer, phase, step or GPU."""
-    common = {"findings": context.findings(run), "banners": context.banners(run)}
     where, by = selection.where(), list(selection.by or ("operation",))
     scope = selection.options.get("scope", "across")
     rows = _with_parts(run.launch_overhead(by=by, where=where, scope=scope))
     if not len(rows):
         return View(
-            "launch", "Launch", "No compute kernel ran in this selection, so there are no gaps to explain.", **common
+            "No compute kernel ran in this selection, so there are no gaps to explain.",
         )
     by_gpu = _with_parts(run.launch_overhead(by="gpu", where=where, scope=scope))
     window_us = float(run.timeline(by="gpu", where=where)["total_us"].sum())
     return View(
-        "launch",
-        "Launch",
         _headline(rows, by_gpu, by, window_us),
         key_figures=_key_figures(by_gpu, window_us, scope),
         figures={
@@ -63,7 +63,6 @@ def view(run: Run, selection: Selection) -> View:
         },
         tables={"groups": _table(rows, by)},
         definitions={"Scope": "; ".join(SCOPES.values()) + "."},
-        **common,
     )
 
 
@@ -94,7 +93,10 @@ def _headline(rows: pd.DataFrame, by_gpu: pd.DataFrame, by: list[str], window_us
     }[largest]
     worst = figures.largest(rows, "gaps_us")
     share = text.share(gaps / window_us) if window_us else text.DASH
-    line = f"The GPU waits for its next compute kernel {share} of the time; in {text.share(sums[largest] / gaps)} of that {why}."
+    line = (
+        f"The GPU waits for its next compute kernel {share} of the time; in {text.share(sums[largest] / gaps)} of "
+        f"that {why}."
+    )
     if len(rows) > 1:
         name = figures.row_label(worst, by)
         line += f" Most of it comes before {text.short(name, 60)} ({text.duration(worst['gaps_us'])})."
@@ -133,7 +135,7 @@ def _key_figures(by_gpu: pd.DataFrame, window_us: float, scope: str) -> tuple[Ke
     )
 
 
-# ---- figures ----------------------------------------------------------------------------------------------------------
+# ---- figures ---------------------------------------------------------------------------------------------------------
 
 
 def _legend(rows: pd.DataFrame) -> list[dict[str, object]]:
@@ -154,7 +156,8 @@ def _stack(
                     values.tolist(),
                     divisor,
                     hover=[
-                        f"<b>{text.hover(label)}</b><br>{LABELS[s]}: {text.duration(v)} of {text.duration(g)}<br>{n:,} kernels<br>measured"
+                        f"<b>{text.hover(label)}</b><br>{LABELS[s]}: {text.duration(v)} of {text.duration(g)}<br>"
+                        f"{n:,} kernels<br>measured"
                         for label, v, g, n in zip(labels, values, rows["gaps_us"], rows["n"], strict=True)
                     ],
                     compared=compared,
@@ -230,7 +233,7 @@ def _gap_sizes(kernels: pd.DataFrame) -> go.Figure:
         "10–100 ms",
         "> 0.1 s",
     ]
-    gap = sum(compute[f"{p}_ns"].to_numpy() for p in PARTS if p != "call_under_communication")
+    gap = compute[["prep_ns", "call_ns", "graph_ns", "unattributed_ns"]].to_numpy().sum(axis=1)
     place = np.clip(np.searchsorted(edges, gap, side="right") - 1, 0, len(names) - 1)
     sums = {s: np.zeros(len(names)) for s in SEGMENTS}
     nanoseconds = {
@@ -243,10 +246,11 @@ def _gap_sizes(kernels: pd.DataFrame) -> go.Figure:
     for s, values in nanoseconds.items():
         np.add.at(sums[s], place, values.to_numpy() / 1000)
     counts = np.bincount(place[gap > 0], minlength=len(names))
-    unit, divisor = text.time_unit(float(sum(sums.values()).max()) if len(compute) else 0)
+    unit, divisor = text.time_unit(float(np.sum(list(sums.values()), axis=0).max()) if len(compute) else 0)
     fig = figures.figure(
         "Short gaps or long ones",
-        "Total time of the gaps by their size: many short gaps call for graphs or fusion, few long ones have a cause of their own.",
+        "Total time of the gaps by their size: many short gaps call for graphs or fusion, few long ones have a cause "
+        "of their own.",
         height=300,
         barmode="stack",
         legend=[figures.entry(s) for s in SEGMENTS if sums[s].sum() > 0],

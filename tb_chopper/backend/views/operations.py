@@ -19,28 +19,26 @@ if TYPE_CHECKING:
 
 DEFINITIONS = {
     "n": "Device activities (kernels, copies, fills) of the group.",
-    "time": "Sum of the durations of the group's activities. Activities that run at the same time both count, so that shares compare work, "
+    "time": "Sum of the durations of the group's activities. Activities that run at the same time both count, so "
+    "that shares compare work, "
     "not wall time; Overview has the wall time.",
     "median": "Median duration of one activity.",
     "share": "The group's time / the time of all groups in the selection.",
     "overlap": "Part of the time of compute and copies beside which communication of the same GPU ran.",
     "launch": "Launch overhead before the group's compute kernels: preparation + call.",
     "type": "gemm, attention or vector for computation (the type with the most time); communication; memcpy.",
-    "exposed": "Time of the group in which its work ran and nothing of higher rank did: compute > communication > copies.",
+    "exposed": "Time of the group in which its work ran and nothing of higher rank did: compute > communication > "
+    "copies.",
 }
 TYPES = ("gemm", "attention", "vector", "communication", "memcpy")
 
 
 def view(run: Run, selection: Selection) -> View:
     """Time, count, share, overlap and launch gaps per group; with a focus, the kernels of that operation."""
-    common = {"findings": context.findings(run), "banners": context.banners(run)}
     if context.nothing_to_show(run):
         return View(
-            "operations",
-            "Operations",
             "There is no device activity in this run.",
             missing=(context.NO_KERNELS,),
-            **common,
         )
     kernels = _typed(context.kernels(run, selection))
     by = list(selection.by or ("operation",))
@@ -54,18 +52,18 @@ def view(run: Run, selection: Selection) -> View:
     elif by == ["operation"]:
         tables["groups"] = _groups_table(groups, by, note="Choose a row to see the kernels of that operation.")
     return View(
-        "operations",
-        "Operations",
         _headline(groups, by),
         key_figures=_key_figures(kernels, groups),
         figures=charts,
         tables=tables,
-        **common,
     )
 
 
 def summary(kernels: pd.DataFrame, by: list[str]) -> pd.DataFrame:
-    """One row per group: n, time_us, median_us, min_us, max_us, share, overlap_share, launch_us, type (with the most time)."""
+    """One row per group: n, time_us, median_us, min_us, max_us, share, overlap_share, launch_us, type.
+
+    Shares are 0 to 1; the type is the one with the most time.
+    """
     codes, groups = grouping.number(kernels, by)
     n = len(groups)
     duration = (kernels["end_ns"] - kernels["start_ns"]).to_numpy()
@@ -185,7 +183,9 @@ def _top_figure(
                     mine["time_us"].tolist(),
                     divisor,
                     hover=[
-                        f"<b>{text.hover(labels[i])}</b><br>{t}: {text.duration(r.time_us)} ({text.share(r.share)})<br>{r.n:,} activities, median {text.duration(r.median_us)}<br>measured"
+                        f"<b>{text.hover(labels[i])}</b><br>{t}: {text.duration(r.time_us)} "
+                        f"({text.share(r.share)})<br>{r.n:,} activities, median {text.duration(r.median_us)}<br>"
+                        "measured"
                         for i, r in zip(mine.index, mine.itertuples(), strict=True)
                     ],
                     compared=mine["other"].tolist(),

@@ -23,9 +23,12 @@ DEFINITIONS = {
     "hidden": "Communication time under which computation runs: |comp ∩ comm|.",
     "exposed": "Communication time under which no computation runs: |comm \\ comp|. The step pays for it in full.",
     "hidden_share": "Hidden communication / communication.",
-    "ratio": "|[start, end) ∩ comm| / elapsed of an operation's instances: the share of its time that communication ran beside it.",
-    "elapsed": "Last end − first start of the kernels of one instance (gpu, step, phase, layer, operation), bubbles included.",
-    "pearson": "Pearson correlation of overlap ratio and elapsed time over the instances. Near 1: the more communication runs "
+    "ratio": "|[start, end) ∩ comm| / elapsed of an operation's instances: the share of its time that communication "
+    "ran beside it.",
+    "elapsed": "Last end − first start of the kernels of one instance (gpu, step, phase, layer, operation), bubbles "
+    "included.",
+    "pearson": "Pearson correlation of overlap ratio and elapsed time over the instances. Near 1: the more "
+    "communication runs "
     "beside the operation, the slower it is. Missing below three instances or where one of the two does not vary.",
     "covered": "Share of all compute time beside which communication ran: |comp ∩ comm| / |comp|.",
 }
@@ -43,14 +46,10 @@ def view(run: Run, selection: Selection) -> View:
     where, by = selection.where(), list(selection.by or ("operation",))
     by_gpu = run.timeline(by="gpu", where=where)
     communication = float(by_gpu["communication_us"].sum()) if len(by_gpu) else 0.0
-    common = {"findings": context.findings(run), "banners": context.banners(run)}
     if communication == 0:
         return View(
-            "overlap",
-            "Overlap",
             "No communication ran in this selection, so there is nothing to hide.",
             missing=(NO_COMMUNICATION,),
-            **common,
         )
     operations = run.overlap(by=by, where=where)
     each = metrics.instances(kernels)
@@ -60,8 +59,6 @@ def view(run: Run, selection: Selection) -> View:
         charts["samples"] = _samples(each[each["operation"] == focus], focus)
         charts["distribution"] = _distribution(each[each["operation"] == focus], focus)
     return View(
-        "overlap",
-        "Overlap",
         _headline(by_gpu),
         key_figures=_key_figures(by_gpu),
         figures=charts,
@@ -76,11 +73,10 @@ def view(run: Run, selection: Selection) -> View:
                 link={"gpu": "gpu"},
             ),
         },
-        **common,
     )
 
 
-# ---- words and numbers ------------------------------------------------------------------------------------------------
+# ---- words and numbers -----------------------------------------------------------------------------------------------
 
 
 def _headline(by_gpu: pd.DataFrame) -> str:
@@ -93,16 +89,18 @@ def _headline(by_gpu: pd.DataFrame) -> str:
     if len(by_gpu) == 1:
         return f"{line}."
     best = figures.largest(by_gpu.assign(hidden_most=-by_gpu["exposed_communication_us"]), "hidden_most")
-    return f"{line}, the most of {len(by_gpu)} GPUs (GPU {best['gpu']}: {text.duration(best['exposed_communication_us'])})."
+    return (
+        f"{line}, the most of {len(by_gpu)} GPUs (the least: GPU {best['gpu']}, "
+        f"{text.duration(best['exposed_communication_us'])})."
+    )
 
 
 def _key_figures(by_gpu: pd.DataFrame) -> tuple[KeyFigure, ...]:
     sums = by_gpu.drop(columns="gpu").sum(numeric_only=True)
     total = text.share(sums["exposed_communication_us"] / sums["total_us"])
     shares = _ratio(by_gpu["overlap_us"], by_gpu["communication_us"])
-    spread = (
-        f"{text.share(np.nanmin(shares))} to {text.share(np.nanmax(shares))} over the GPUs" if len(by_gpu) > 1 else ""
-    )
+    low, high = text.share(np.nanmin(shares)), text.share(np.nanmax(shares))
+    spread = "" if len(by_gpu) == 1 else f"{low} to {high} over the GPUs" if low != high else "the same on every GPU"
     return (
         KeyFigure(
             "Communication",
@@ -166,7 +164,7 @@ def _focus(each: pd.DataFrame, wanted: str | None) -> str | None:
     return None
 
 
-# ---- figures ----------------------------------------------------------------------------------------------------------
+# ---- figures ---------------------------------------------------------------------------------------------------------
 
 
 def _by_gpu(by_gpu: pd.DataFrame, run: Run, selection: Selection) -> go.Figure:
@@ -210,7 +208,8 @@ def _by_gpu(by_gpu: pd.DataFrame, run: Run, selection: Selection) -> go.Figure:
                 rows[column].tolist(),
                 divisor,
                 hover=[
-                    f"<b>{text.hover(label)}</b><br>{'hidden' if column == 'overlap_us' else 'exposed'}: {text.duration(v)} ({text.share(s)})<br>measured"
+                    f"<b>{text.hover(label)}</b><br>{'hidden' if column == 'overlap_us' else 'exposed'}: "
+                    f"{text.duration(v)} ({text.share(s)})<br>measured"
                     for label, v, s in zip(labels, rows[column], values, strict=True)
                 ],
                 labels=[f"{text.duration(v)} · {text.share(s)}" for v, s in zip(rows[column], values, strict=True)],
@@ -249,7 +248,8 @@ def _by_operation(operations: pd.DataFrame, by: list[str]) -> go.Figure:
                 divisor,
                 name=what,
                 hover=[
-                    f"<b>{text.hover(label)}</b><br>{what}: {text.duration(v)} of {text.duration(e)}<br>{n:,} instances, overlap ratio {text.share(ratio)}, "
+                    f"<b>{text.hover(label)}</b><br>{what}: {text.duration(v)} of {text.duration(e)}<br>{n:,} "
+                    f"instances, overlap ratio {text.share(ratio)}, "
                     f"Pearson r {text.DASH if r != r else f'{r:.2f}'}"
                     for label, v, e, n, ratio, r in zip(
                         labels,
@@ -264,7 +264,7 @@ def _by_operation(operations: pd.DataFrame, by: list[str]) -> go.Figure:
                 links=[json.dumps({"focus": str(o)}) for o in rows["operation"]] if "operation" in by else None,
             )
         )
-    fig.update_layout(xaxis={"title": {"text": unit}}, yaxis=figures.rows_axis(labels, 30))
+    fig.update_layout(xaxis={"title": {"text": unit}}, yaxis=figures.rows_axis(labels, 44))
     return fig
 
 
@@ -334,7 +334,7 @@ def _samples(each: pd.DataFrame, focus: str) -> go.Figure:
 
 
 def _distribution(each: pd.DataFrame, focus: str) -> go.Figure:
-    """Cumulative distributions per GPU: dashed the overlap ratio, solid the duration over the fastest (the paper's figure)."""
+    """Cumulative distributions per GPU: dotted the overlap ratio, solid the duration / the fastest."""
     fastest = max(float(each["elapsed_ns"].min()), 1.0)
     fig = figures.figure(
         f"{text.short(focus, 48)}: distribution by GPU",
@@ -360,7 +360,9 @@ def _distribution(each: pd.DataFrame, focus: str) -> go.Figure:
                     line={"shape": "hv", "width": 1.4, "color": COLORS[thing], "dash": dash},
                     name=f"GPU {gpu}",
                     showlegend=False,
-                    hovertemplate=f"<b>GPU {gpu}</b><br>{what} ≤ %{{x:.2f}}<br>%{{y:.0%}} of {len(x)} instances<extra></extra>",
+                    hovertemplate=(
+                        f"<b>GPU {gpu}</b><br>{what} ≤ %{{x:.2f}}<br>%{{y:.0%}} of {len(x)} instances<extra></extra>"
+                    ),
                 )
             )
     high = float(np.quantile((each["elapsed_ns"] / fastest).to_numpy(), 0.99))
@@ -375,7 +377,7 @@ def _rgba(color: str, opacity: float) -> str:
     return f"rgba({int(color[1:3], 16)},{int(color[3:5], 16)},{int(color[5:7], 16)},{opacity})"
 
 
-# ---- tables -----------------------------------------------------------------------------------------------------------
+# ---- tables ----------------------------------------------------------------------------------------------------------
 
 GPU_COLUMNS = (
     TableColumn("gpu", "GPU"),

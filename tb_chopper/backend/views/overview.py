@@ -26,8 +26,10 @@ DEFINITIONS = {
     "vector": "All other computation: normalisation, activation, element-wise work, optimizer.",
     "communication": "Time in which a communication kernel runs and no computation does: |comm \\ comp|.",
     "memcpy": "Time in which only copies or fills run: |copy \\ (comp ∪ comm)|.",
-    "idle": "Time in which nothing runs on the GPU: window − busy. It belongs to the phase of the activity that ended it.",
-    "total": "Length of the window. Whole capture: last end − first start of all activities; step: from its first kernel to "
+    "idle": "Time in which nothing runs on the GPU: window − busy. It belongs to the phase of the activity that "
+    "ended it.",
+    "total": "Length of the window. Whole capture: last end − first start of all activities; step: from its first "
+    "kernel to "
     "the next step's first kernel.",
     "compute": "Time in which at least one compute kernel runs: |comp|.",
     "all_communication": "Time in which at least one communication kernel runs: |comm|, hidden or not.",
@@ -54,12 +56,8 @@ def view(run: Run, selection: Selection) -> View:
     """Step time by phase and class of work, per GPU or step, with throughput."""
     if context.nothing_to_show(run):
         return View(
-            "overview",
-            "Overview",
             "There is no device activity in this run.",
             missing=(context.NO_KERNELS,),
-            findings=context.findings(run),
-            banners=context.banners(run),
         )
     split = Split.of(run, selection)
     other = Split.of(selection.compare, Selection()) if selection.compare is not None else None
@@ -68,15 +66,11 @@ def view(run: Run, selection: Selection) -> View:
     if split.by_step and split.times["step"].nunique() > 1 and by != ("step",):
         charts["by_step"] = _step_figure(split)
     return View(
-        "overview",
-        "Overview",
         _headline(run, split, other),
         key_figures=_key_figures(run, split, other),
         figures=charts,
         tables=_tables(run, selection),
         missing=(*(() if _tokens_per_step(run) else (TOKENS,)), *(() if split.by_step else (STEPS,))),
-        findings=context.findings(run),
-        banners=context.banners(run),
     )
 
 
@@ -121,7 +115,7 @@ class Split:
         return merged.assign(time_us=merged["time_us"] / merged["n_windows"])
 
 
-# ---- words and numbers ------------------------------------------------------------------------------------------------
+# ---- words and numbers -----------------------------------------------------------------------------------------------
 
 
 def _headline(run: Run, split: Split, other: Split | None) -> str:
@@ -141,11 +135,7 @@ def _headline(run: Run, split: Split, other: Split | None) -> str:
     if other is not None:
         before = sum(other.mean_us().values())
         if before > 0:
-            change = total / before - 1
-            line += (
-                f" That is {text.share(abs(change))} {'longer' if change > 0 else 'shorter'} than {other.name} "
-                f"({text.duration(before)})."
-            )
+            line += f" Against {other.name} ({text.duration(before)}) that is {text.change(total, before)}."
     return line
 
 
@@ -200,7 +190,7 @@ def _against(value: float, before: float | None) -> str:
         return ""
     if before == 0:
         return "none in the other run"
-    return f"{100 * (value / before - 1):+.1f} % against {text.duration(before)}".replace("-", "−")
+    return f"{text.change(value, before)} against {text.duration(before)}"
 
 
 def _tokens_per_step(run: Run) -> int | None:
@@ -209,7 +199,7 @@ def _tokens_per_step(run: Run) -> int | None:
     return int(known.pop()) if len(known) == 1 else None
 
 
-# ---- figures ----------------------------------------------------------------------------------------------------------
+# ---- figures ---------------------------------------------------------------------------------------------------------
 
 
 def _main_figure(split: Split, other: Split | None, by: Sequence[str]) -> go.Figure:
@@ -369,7 +359,7 @@ def _step_figure(split: Split) -> go.Figure:
     return fig
 
 
-# ---- tables -----------------------------------------------------------------------------------------------------------
+# ---- tables ----------------------------------------------------------------------------------------------------------
 
 COLUMNS = (
     TableColumn("total_us", "Window", "us", DEFINITIONS["total"]),
@@ -388,10 +378,11 @@ COLUMNS = (
 def _tables(run: Run, selection: Selection) -> dict[str, Table]:
     where = selection.where()
     capture_where = {k: v for k, v in where.items() if k != "step"}
+    device = (TableColumn("gpu_name", "Device"),) if run.workers["gpu_name"].notna().any() else ()
     tables = {
         "gpus": Table(
             "Whole capture by GPU",
-            (TableColumn("gpu", "GPU"), TableColumn("worker", "Worker"), TableColumn("gpu_name", "Device"), *COLUMNS),
+            (TableColumn("gpu", "GPU"), TableColumn("worker", "Worker"), *device, *COLUMNS),
             _with_names(run, _utilization(run.timeline(by=["gpu", "worker"], where=capture_where))),
             sort="idle_us",
             link={"gpu": "gpu"},

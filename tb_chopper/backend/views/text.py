@@ -37,6 +37,8 @@ def share(value: float | None) -> str:
     if value is None or not math.isfinite(value):
         return DASH
     percent = 100 * value
+    if 0 < abs(percent) < 0.05:
+        return "< 0.1 %"
     return f"{percent:.1f} %" if 0 < abs(percent) < 9.95 else f"{percent:.0f} %"
 
 
@@ -45,6 +47,14 @@ def digits(value: float) -> str:
     size = abs(value)
     decimals = 0 if size >= 100 or size == 0 else 1 if size >= 10 else 2 if size >= 1 else 3
     return f"{value:,.{decimals}f}".replace(",", " ")
+
+
+def change(value: float, before: float) -> str:
+    """`+4.2 %`, `−30 %`, `× 12`: a value against the one before, which is not 0."""
+    ratio = value / before
+    if ratio >= 3:
+        return f"× {digits(ratio)}"
+    return f"{'+' if ratio >= 1 else '−'}{share(abs(ratio - 1))}"
 
 
 def count(n: int, noun: str) -> str:

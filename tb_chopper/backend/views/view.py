@@ -145,16 +145,19 @@ class Missing:
 
 @dataclass(frozen=True)
 class View:
-    """One tab. The first figure is the main one; a figure's title and description are in its layout."""
+    """One tab. The first figure is the main one; a figure's title and description are in its layout.
 
-    name: str
-    title: str
+    A view's module fills all but name, title, findings and banners, which are the same for every tab of a run.
+    """
+
     headline: str
     key_figures: tuple[KeyFigure, ...] = ()
     figures: Mapping[str, go.Figure] = field(default_factory=dict)
     tables: Mapping[str, Table] = field(default_factory=dict)
     definitions: Mapping[str, str] = field(default_factory=dict)
     missing: tuple[Missing, ...] = ()
+    name: str = ""
+    title: str = ""
     findings: tuple[Finding, ...] = ()
     banners: tuple[str, ...] = ()
 

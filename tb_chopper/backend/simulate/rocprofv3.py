@@ -177,7 +177,8 @@ def _agents(config: Config) -> str:
         bus = int(pci_address(local).split(":")[1], 16)
         rows.append({
             "Agent_Type": "GPU", "Simd_Count": gpu.units * 4, "Max_Waves_Per_Simd": 8, "Lds_Size_In_Kb": 64,
-            "Num_Gws": 64, "Wave_Front_Size": WAVE, "Num_Xcc": gpu.compute_dies, "Cu_Count": gpu.units, "Array_Count": 32,
+            "Num_Gws": 64, "Wave_Front_Size": WAVE, "Num_Xcc": gpu.compute_dies, "Cu_Count": gpu.units,
+            "Array_Count": 32,
             "Num_Shader_Banks": 32, "Simd_Arrays_Per_Engine": 1, "Cu_Per_Simd_Array": 10, "Simd_Per_Cu": 4,
             "Max_Slots_Scratch_Cu": 32, "Gfx_Target_Version": 90402, "Vendor_Id": 4098, "Device_Id": 29857,
             "Location_Id": bus << 8, "Drm_Render_Minor": 128 + 8 * local, "Max_Engine_Clk_Ccompute": 3700,
@@ -198,7 +199,8 @@ _AGENT_COLUMNS = (
     "Array_Count", "Num_Shader_Banks", "Simd_Arrays_Per_Engine", "Cu_Per_Simd_Array", "Simd_Per_Cu",
     "Max_Slots_Scratch_Cu", "Gfx_Target_Version", "Vendor_Id", "Device_Id", "Location_Id", "Domain", "Drm_Render_Minor",
     "Num_Sdma_Engines", "Num_Sdma_Xgmi_Engines", "Num_Sdma_Queues_Per_Engine", "Num_Cp_Queues",
-    "Max_Engine_Clk_Ccompute", "Max_Engine_Clk_Fcompute", "Sdma_Fw_Version", "Fw_Version", "Capability", "Cu_Per_Engine", "Max_Waves_Per_Cu",
+    "Max_Engine_Clk_Ccompute", "Max_Engine_Clk_Fcompute", "Sdma_Fw_Version", "Fw_Version", "Capability",
+    "Cu_Per_Engine", "Max_Waves_Per_Cu",
     "Family_Id", "Workgroup_Max_Size", "Grid_Max_Size", "Local_Mem_Size", "Hive_Id", "Gpu_Id", "Workgroup_Max_Dim_X",
     "Workgroup_Max_Dim_Y", "Workgroup_Max_Dim_Z", "Grid_Max_Dim_X", "Grid_Max_Dim_Y", "Grid_Max_Dim_Z", "Name",
     "Vendor_Name", "Product_Name", "Model_Name",

@@ -121,7 +121,7 @@ class _Maker:
     # kernels
 
     def vector(self, name: str, n_bytes: float, elements: float, per_block: int = 1024) -> Kernel:
-        return Kernel(name, "vector", bytes=max(n_bytes, MIN_BYTES), utilization=0.62, contention=0.32, activity=0.45,
+        return Kernel(name, "vector", bytes=max(n_bytes, MIN_BYTES), utilization=0.70, contention=0.32, activity=0.45,
                       blocks=max(1, math.ceil(elements / per_block)))
 
     def gemm(self, m: int, n: int, k: int, layout: str, operation: str = "") -> Kernel:

@@ -33,8 +33,9 @@ class Grid:
         half = max(self.period_ns // 2, 1)
         wide = np.flatnonzero(np.diff(t_ns) > GAP * max(self.period_ns, 1))
         ends = np.array([0, n - 1] if n else [], np.int64)
+        outside = t_ns[ends] + np.array([-half, half], np.int64)[:len(ends)]
         # Each end of a pause, and of the whole, is a node of its own with the value beside it.
-        nodes = np.concatenate((t_ns, t_ns[wide] + half, t_ns[wide + 1] - half, t_ns[ends] + [-half, half][:len(ends)]))
+        nodes = np.concatenate((t_ns, t_ns[wide] + half, t_ns[wide + 1] - half, outside))
         order = np.argsort(nodes, kind="stable")
         self.nodes = nodes[order]
         self.sample = np.concatenate((np.arange(n), wide, wide + 1, ends))[order]

@@ -79,8 +79,9 @@ def _communication_lost(trace: schema.Trace, kernels: pd.DataFrame, findings: li
     ranks = trace.meta.get("distributedInfo", {}).get("world_size", 1)
     if not lost or ranks == 1 or (kernels["kind"] == "communication").any():
         return []
-    return [Finding("no_communication_kernels", "warning", f"one of {ranks} ranks, but no communication kernels although "
-                    f"{lost} launches have no kernel: the time of communication is unknown here, not zero", lost)]
+    return [Finding("no_communication_kernels", "warning",
+                    f"no communication kernels on one of {ranks} ranks, although {lost} launches have no kernel: "
+                    "communication time is unknown here, not zero", lost)]
 
 
 def _kernels(host: pd.DataFrame, found: Scopes, row: Rows, windows: Windows,

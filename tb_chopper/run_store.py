@@ -180,7 +180,7 @@ class RunStore:
         """The run, whose reads from now on report to `job`; it is the i-th of n that the job needs."""
         from tb_chopper.backend.run import Run
 
-        holder.report = lambda done, doing: job.report(READING * (i + done) / n, doing)
+        holder.report = lambda done, doing: job.report(READING * (i + done) / n, f"{listed.name}: {doing}")
         if holder.run is None:
             holder.run = Run(listed.files, progress=lambda done, doing: holder.report(done, doing))
         job.report(0.0, f"Reading {listed.name}")

@@ -21,11 +21,7 @@ def view(run: Run, selection: Selection) -> View:
     """Findings by severity, the files read, and how device time got its operation."""
     found = by_severity(run.findings)
     coverage = _coverage(run.kernels)
-    known = (
-        1 - float(coverage.loc[coverage["attributed_by"].isin([BEFORE_CAPTURE, UNATTRIBUTED]), "share"].sum())
-        if len(coverage)
-        else None
-    )
+    known = _known_share(run.kernels)
     return View(
         _headline(run, known),
         key_figures=_key_figures(run, known),
@@ -132,3 +128,9 @@ def _coverage(kernels: pd.DataFrame) -> pd.DataFrame:
     )
     out = rows.groupby("attributed_by", as_index=False).agg(n=("time_us", "size"), time_us=("time_us", "sum"))
     return out.assign(share=out["time_us"] / max(float(out["time_us"].sum()), 1e-9))
+
+
+def _known_share(kernels: pd.DataFrame) -> float | None:
+    duration = (kernels["end_ns"] - kernels["start_ns"]).to_numpy(float)
+    unknown = kernels["operation"].isin([BEFORE_CAPTURE, UNATTRIBUTED]).to_numpy()
+    return 1 - float(duration[unknown].sum() / duration.sum()) if duration.sum() > 0 else None

@@ -9,9 +9,10 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
+from tb_chopper.backend.schema import BEFORE_CAPTURE, UNATTRIBUTED
 from tb_chopper.backend.views import context, figures, text
 from tb_chopper.backend.views.palette import COLORS, LABELS
-from tb_chopper.backend.views.view import KeyFigure, Selection, Table, TableColumn, View
+from tb_chopper.backend.views.view import KeyFigure, Missing, Selection, Table, TableColumn, View
 
 if TYPE_CHECKING:
     from tb_chopper.backend.run import Run
@@ -38,12 +39,24 @@ SCOPES = {
     "across": "across: the sequence of kernels runs through step borders, as in the paper",
     "within": "within: the sequence restarts at each step, whose first kernel then has no gap",
 }
+SPOKEN = {
+    UNATTRIBUTED: "kernels of no known operation",
+    BEFORE_CAPTURE: "kernels that were launched before the capture",
+}
+"""Groups that are no operations, inside a sentence."""
+NO_LAUNCHES = Missing(
+    "Launch calls",
+    "Operators on the CPU start where they are called: nothing is launched. Record a run on a GPU to see launch overhead.",
+    "torch.profiler.profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], ...)",
+)
 SEGMENTS = ("prep", "call", "under_communication", "graph", "unattributed")
 """Disjoint parts of the gaps, in drawing order; `call` here is without the part under communication."""
 
 
 def view(run: Run, selection: Selection) -> View:
     """Preparation, call, graph and unattributed gaps before compute kernels by operation, layer, phase, step or GPU."""
+    if context.is_cpu_only(run):
+        return View("CPU operations are not launched, so there is no launch overhead.", missing=(NO_LAUNCHES,))
     where, by = selection.where(), list(selection.by or ("operation",))
     scope = selection.options.get("scope", "across")
     rows = _with_parts(run.launch_overhead(by=by, where=where, scope=scope))
@@ -98,15 +111,15 @@ def _headline(rows: pd.DataFrame, by_gpu: pd.DataFrame, by: list[str], window_us
         f"that {why}."
     )
     if len(rows) > 1:
-        name = figures.row_label(worst, by)
-        line += f" Most of it comes before {text.short(name, 60)} ({text.duration(worst['gaps_us'])})."
+        name = SPOKEN.get(worst[by[0]], text.short(figures.row_label(worst, by), 60))
+        line += f" Most of it comes before {name} ({text.duration(worst['gaps_us'])})."
     return line
 
 
 def _key_figures(by_gpu: pd.DataFrame, window_us: float, scope: str) -> tuple[KeyFigure, ...]:
     sums = by_gpu.drop(columns="gpu").sum(numeric_only=True)
     gaps = sums["gaps_us"]
-    gpus = f"sum of {text.count(len(by_gpu), 'GPU')}"
+    gpus = text.count(len(by_gpu), "GPU")
 
     def part(label: str, column: str, thing: str, definition: str) -> KeyFigure:
         return KeyFigure(
@@ -167,7 +180,9 @@ def _stack(
 
 
 def _by_group(rows: pd.DataFrame, by: list[str], selection: Selection) -> go.Figure:
-    shown = figures.top(rows[rows["gaps_us"] > 0], "gaps_us", 20).assign(other=False)
+    shown = figures.top(rows[rows["gaps_us"] > 0], "gaps_us", 20 if selection.compare is None else 12).assign(
+        other=False
+    )
     if selection.compare is not None:
         other = _with_parts(
             selection.compare.launch_overhead(by=by, scope=selection.options.get("scope", "across"))
@@ -217,22 +232,8 @@ def _by_gpu(rows: pd.DataFrame) -> go.Figure:
 def _gap_sizes(kernels: pd.DataFrame) -> go.Figure:
     """Where the gap time lies: many short gaps or few long ones."""
     compute = kernels[kernels["kind"] == "compute"]
-    edges = np.array([0, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1e3, 1e4, 1e5, np.inf]) * 1000
-    names = [
-        "< 1 µs",
-        "1–2",
-        "2–5",
-        "5–10",
-        "10–20",
-        "20–50",
-        "50–100",
-        "100–200",
-        "200–500",
-        "0.5–1 ms",
-        "1–10 ms",
-        "10–100 ms",
-        "> 0.1 s",
-    ]
+    edges = np.array([0, 1e3, 1e4, 1e5, 1e6, 1e7, 1e8])
+    names = ["< 1 µs", "1–10 µs", "10–100 µs", "0.1–1 ms", "1–10 ms", "10–100 ms", "> 0.1 s"]
     gap = compute[["prep_ns", "call_ns", "graph_ns", "unattributed_ns"]].to_numpy().sum(axis=1)
     place = np.clip(np.searchsorted(edges, gap, side="right") - 1, 0, len(names) - 1)
     sums = {s: np.zeros(len(names)) for s in SEGMENTS}
@@ -275,11 +276,19 @@ def _gap_sizes(kernels: pd.DataFrame) -> go.Figure:
             "type": "category",
             "ticktext": [text.escape(n) for n in names],
             "tickvals": names,
-            "title": {"text": "size of a gap (µs where not said)"},
+            "title": {"text": "size of a gap"},
         },
         yaxis={"title": {"text": unit}},
     )
     return fig
+
+
+SOMETIMES = (
+    TableColumn("call_under_communication_us", "Under comm.", "us", DEFINITIONS["under_communication"]),
+    TableColumn("graph_us", "Graph", "us", DEFINITIONS["graph"]),
+    TableColumn("unattributed_us", "Unattributed", "us", DEFINITIONS["unattributed"]),
+)
+"""Columns of what many runs have none of."""
 
 
 def _table(rows: pd.DataFrame, by: list[str]) -> Table:
@@ -293,9 +302,7 @@ def _table(rows: pd.DataFrame, by: list[str]) -> Table:
             TableColumn("launch_us", "Launch", "us", DEFINITIONS["launch"]),
             TableColumn("prep_us", "Preparation", "us", DEFINITIONS["prep"], bar=True),
             TableColumn("call_us", "Call", "us", DEFINITIONS["call"], bar=True),
-            TableColumn("call_under_communication_us", "Under comm.", "us", DEFINITIONS["under_communication"]),
-            TableColumn("graph_us", "Graph", "us", DEFINITIONS["graph"]),
-            TableColumn("unattributed_us", "Unattributed", "us", DEFINITIONS["unattributed"]),
+            *(c for c in SOMETIMES if rows[c.name].any()),
             TableColumn("mean_gap_us", "Launch / kernel", "us", "Launch overhead / kernels."),
         ),
         rows,

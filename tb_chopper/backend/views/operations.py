@@ -27,8 +27,7 @@ DEFINITIONS = {
     "overlap": "Part of the time of compute and copies beside which communication of the same GPU ran.",
     "launch": "Launch overhead before the group's compute kernels: preparation + call.",
     "type": "gemm, attention or vector for computation (the type with the most time); communication; memcpy.",
-    "exposed": "Time of the group in which its work ran and nothing of higher rank did: compute > communication > "
-    "copies.",
+    "flop": "FLOPs counted from recorded shapes / compute time of the group. Empty where no shapes were recorded.",
 }
 TYPES = ("gemm", "attention", "vector", "communication", "memcpy")
 
@@ -42,7 +41,7 @@ def view(run: Run, selection: Selection) -> View:
         )
     kernels = _typed(context.kernels(run, selection))
     by = list(selection.by or ("operation",))
-    groups = summary(kernels, by)
+    groups = _with_flops(summary(kernels, by), run, selection, by)
     charts, tables = {"top": _top_figure(kernels, groups, by, run, selection)}, {"groups": _groups_table(groups, by)}
     focus = selection.focus
     if focus is not None and (kernels["operation"] == focus).any():
@@ -85,6 +84,13 @@ def summary(kernels: pd.DataFrame, by: list[str]) -> pd.DataFrame:
         overlap_share=np.divide(overlap, beside, out=np.full(n, np.nan), where=beside > 0),
         launch_us=grouping.sums(codes, n, (kernels["prep_ns"] + kernels["call_ns"]).to_numpy()) / 1000,
     )
+
+
+def _with_flops(groups: pd.DataFrame, run: Run, selection: Selection, by: list[str]) -> pd.DataFrame:
+    """`groups` with flop_per_s: FLOPs counted from recorded shapes / compute time, where they are known."""
+    rates = run.efficiency(by=by, where=selection.where())
+    rates = rates.assign(flop_per_s=np.where(rates["flop"] > 0, rates["flop"] / rates["time_us"] * 1e6, np.nan))
+    return groups.merge(rates[[*by, "flop_per_s"]], on=by, how="left")
 
 
 def _typed(kernels: pd.DataFrame) -> pd.DataFrame:
@@ -240,6 +246,7 @@ NUMBERS = (
     TableColumn("share", "Share", "share", DEFINITIONS["share"], bar=True),
     TableColumn("median_us", "Median", "us", DEFINITIONS["median"]),
 )
+RATE = TableColumn("flop_per_s", "Counted", "flop_per_s", DEFINITIONS["flop"], bar=True)
 TAIL = (
     TableColumn("overlap_share", "Beside comm.", "share", DEFINITIONS["overlap"], bar=True),
     TableColumn("launch_us", "Launch gaps", "us", DEFINITIONS["launch"], bar=True),
@@ -257,7 +264,7 @@ def _groups_table(groups: pd.DataFrame, by: list[str], note: str = "") -> Table:
     rows = groups.assign(**{c: [figures.group_name(c, v) for v in groups[c]] for c in by if c not in ("gpu", "step")})
     return Table(
         "GPU work by " + " and ".join(by),
-        (*heads, TableColumn("type", "Type", "text", DEFINITIONS["type"]), *NUMBERS, *TAIL),
+        (*heads, TableColumn("type", "Type", "text", DEFINITIONS["type"]), *NUMBERS, RATE, *TAIL),
         rows,
         sort="time_us",
         link=link,

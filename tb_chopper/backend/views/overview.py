@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
@@ -36,8 +36,18 @@ DEFINITIONS = {
     "overlap": "Time in which computation and communication run together: |comp ∩ comm|.",
     "utilization": "Share of the window in which anything runs. A busy GPU is not yet an efficient one.",
     "iteration": "From a step's first device activity to the next one's, mean over the selected steps and GPUs.",
-    "tokens": "Tokens per step of one rank, as told to the handler, divided by the step time.",
-    "steps_per_s": "Steps per second and GPU: 1 / step time.",
+    "tokens": "Tokens of a step, as told to the handler / iteration time / GPUs. Iteration: from a step's first device "
+    "activity to the next one's, of the slowest GPU, median over the steps of the whole run.",
+    "steps_per_s": "1 / iteration time. Iteration: from a step's first device activity to the next one's, of the "
+    "slowest "
+    "GPU, median over the steps of the whole run.",
+    "sm_efficiency": "∫ min(1, blocks in flight / SMs or CUs) dt / window, over kernels whose grid is known.",
+    "sm_known": "Share of the kernel time whose grid is known.",
+    "occupancy": "Estimated achieved occupancy, time-weighted over the kernels that carry it (CUDA traces).",
+    "flop_per_s": "FLOPs counted from recorded shapes / window. A lower bound where shapes are missing.",
+    "flop_known": "Share of the compute time whose FLOPs are known from recorded shapes.",
+    "hfu": "Counted FLOPs, recomputation included / (window × peak of their data type).",
+    "mfu": "Model FLOPs / (time × peak): as told to the handler, else counted without recomputation.",
 }
 SHORT = {"communication": "Comm.", "memcpy": "Copies", "attention": "Attn."}
 TOKENS = Missing(
@@ -70,7 +80,7 @@ def view(run: Run, selection: Selection) -> View:
         key_figures=_key_figures(run, split, other),
         figures=charts,
         tables=_tables(run, selection),
-        missing=(*(() if _tokens_per_step(run) else (TOKENS,)), *(() if split.by_step else (STEPS,))),
+        missing=(*(() if _knows_tokens(run) else (TOKENS,)), *(() if split.by_step else (STEPS,))),
     )
 
 
@@ -160,19 +170,7 @@ def _key_figures(run: Run, split: Split, other: Split | None) -> tuple[KeyFigure
             note=_against(total, sum(before.values()) if before else None) or f"mean of {scope}",
         )
     ]
-    tokens = _tokens_per_step(run)
-    if split.by_step and tokens and total:
-        figures_.append(
-            KeyFigure(
-                "Tokens / s / GPU",
-                tokens / total * 1e6,
-                "count",
-                DEFINITIONS["tokens"],
-                note=f"{tokens:,} tokens per step".replace(",", " "),
-            )
-        )
-    elif split.by_step and total:
-        figures_.append(KeyFigure("Steps / s", 1e6 / total, "count", DEFINITIONS["steps_per_s"], note="per GPU"))
+    figures_.extend(_throughput(run) if split.by_step else ())
     for thing, value in values.items():
         label = {"compute": "Compute"}.get(thing, LABELS[thing])
         old = None
@@ -193,10 +191,21 @@ def _against(value: float, before: float | None) -> str:
     return f"{text.change(value, before)} against {text.duration(before)}"
 
 
-def _tokens_per_step(run: Run) -> int | None:
-    """Tokens per step of one rank, where all sidecars that know it agree."""
-    known = {c.sidecar.get("training", {}).get("tokens_per_step") for c in run.captures} - {None, 0}
-    return int(known.pop()) if len(known) == 1 else None
+def _throughput(run: Run) -> tuple[KeyFigure, ...]:
+    """Tokens per second and GPU where the handler was told, else steps per second; the slowest GPU sets the pace."""
+    rates = run.throughput()
+    whole = rates[rates["gpu"].isna()]
+    if not len(whole) or not whole["n_steps"].iloc[0]:
+        return ()
+    one = whole.iloc[0]
+    note = f"iteration {text.duration(1000 * one['iteration_ms'])}, median"
+    if one["kind"] == "tokens/s/gpu":
+        return (KeyFigure("Tokens / s / GPU", one["tokens_per_s_per_gpu"], "count", DEFINITIONS["tokens"], note=note),)
+    return (KeyFigure("Steps / s", one["steps_per_s"], "count", DEFINITIONS["steps_per_s"], note=note),)
+
+
+def _knows_tokens(run: Run) -> bool:
+    return bool((run.throughput()["kind"] == "tokens/s/gpu").any())
 
 
 # ---- figures ---------------------------------------------------------------------------------------------------------
@@ -397,6 +406,8 @@ def _tables(run: Run, selection: Selection) -> dict[str, Table]:
             sort="total_us",
             link={"gpu": "gpu", "step": "step"},
         )
+    if not context.is_cpu_only(run):
+        tables["efficiency"] = _efficiency_table(run, where)
     return tables
 
 
@@ -410,3 +421,32 @@ def _utilization(timeline: pd.DataFrame) -> pd.DataFrame:
 def _with_names(run: Run, timeline: pd.DataFrame) -> pd.DataFrame:
     names = run.workers.drop_duplicates("gpu").set_index("gpu")["gpu_name"].astype(object)
     return timeline.assign(gpu_name=timeline["gpu"].map(names))
+
+
+def _efficiency_table(run: Run, where: dict[str, Any]) -> Table:
+    rows = run.efficiency(by="gpu", where=where)
+    known = {gpu for gpu, hardware in run.hardware.items() if hardware is not None}
+    rows = rows.assign(
+        flop_per_s=np.where(rows["flop"] > 0, rows["flop"] / rows["time_us"] * 1e6, np.nan),
+        # Without a peak there is nothing to hold the FLOPs against.
+        hfu=rows["hfu"].where(rows["gpu"].isin(known)),
+        mfu=rows["mfu"].where(rows["gpu"].isin(known)),
+    )
+    return Table(
+        "Busy is not efficient",
+        (
+            TableColumn("gpu", "GPU"),
+            TableColumn("gpu_utilization", "Busy share", "share", DEFINITIONS["utilization"], bar=True),
+            TableColumn("sm_efficiency", "SM efficiency", "share", DEFINITIONS["sm_efficiency"], bar=True),
+            TableColumn("sm_known", "Grid known", "share", DEFINITIONS["sm_known"]),
+            TableColumn("occupancy", "Occupancy", "share", DEFINITIONS["occupancy"], bar=True),
+            TableColumn("flop_per_s", "Counted", "flop_per_s", DEFINITIONS["flop_per_s"]),
+            TableColumn("flop_known", "FLOPs known", "share", DEFINITIONS["flop_known"]),
+            TableColumn("hfu", "HFU", "share", DEFINITIONS["hfu"], bar=True),
+            TableColumn("mfu", "MFU", "share", DEFINITIONS["mfu"], bar=True),
+        ),
+        rows,
+        link={"gpu": "gpu"},
+        note="Estimated from grids and recorded shapes: whether anything runs, how much of the GPU has work, what of its "
+        "peak is used.",
+    )

@@ -24,6 +24,7 @@ from tb_chopper.backend.readers import (
     rocprofv3_json,
 )
 from tb_chopper.backend.readers.byte_stream import GZIP, open_binary
+from tb_chopper.backend.readers.sqlite_file import connect
 from tb_chopper.backend.schema import CounterFile
 
 ENDINGS = (".csv", ".csv.gz", ".json", ".json.gz", ".db", ".sqlite")
@@ -103,7 +104,7 @@ def _head(path: Path) -> bytes:
 
 def _has_table(path: Path, prefix: str) -> bool:
     try:
-        with closing(rocpd.connect(path)) as database:
+        with closing(connect(path)) as database:
             return any(str(name).startswith(prefix) for name, in database.execute("SELECT name FROM sqlite_master"))
     except sqlite3.Error:
         return True  # damaged: its reader says so

@@ -16,6 +16,7 @@ import pandas as pd
 from tb_chopper.backend import schema
 from tb_chopper.backend.errors import UnreadableFile
 from tb_chopper.backend.readers import counter_rows
+from tb_chopper.backend.readers.sqlite_file import connect, table
 from tb_chopper.backend.schema import CounterFile
 
 _SIZES = [f"{what}_size_{axis}" for what in ("grid", "workgroup") for axis in "xyz"]
@@ -32,24 +33,6 @@ def read(path: Path) -> CounterFile:
     except sqlite3.Error as error:
         raise UnreadableFile(f"{path}: the rocpd database cannot be read ({error}); convert it where it was written: "
                              "rocpd convert -f csv -i FILE") from error
-
-
-def connect(path: Path) -> sqlite3.Connection:
-    """The database, never written to: not even a journal appears beside it."""
-    if not Path(path).is_file():
-        raise UnreadableFile(f"{path}: no such file; a database is read from a local disk only")
-    return sqlite3.connect(f"{Path(path).resolve().as_uri()}?mode=ro&immutable=1", uri=True)
-
-
-def table(database: sqlite3.Connection, name: str, columns: list[str]) -> pd.DataFrame:
-    """The columns of a table that exist; those that do not are missing values. Empty where there is no table."""
-    quoted = '"' + name.replace('"', '""') + '"'
-    there = [row[1] for row in database.execute(f"PRAGMA table_info({quoted})")]
-    some = [c for c in columns if c in there]
-    if not some:
-        return pd.DataFrame(columns=columns)
-    listed = ", ".join(f'"{c}"' for c in some)
-    return pd.read_sql_query(f"SELECT {listed} FROM {quoted}", database).reindex(columns=columns)
 
 
 def _read(database: sqlite3.Connection, path: Path) -> CounterFile:

@@ -65,7 +65,7 @@ def parse(texts: pd.Series, unit: str | None, base: TimeBase, file: str) -> Time
 
 
 def _numeric(texts: pd.Series, unit: str | None, base: TimeBase, file: str) -> Times:
-    exact, resolution = _exact_ns(texts, unit or _unit_of_epoch(texts))
+    exact, resolution = _exact_ns(texts, unit or _likely_unit(texts, base.anchor))
     known = exact[exact >= 0]
     if base.anchor is not None:
         log_ns, epoch_ns = base.anchor
@@ -78,11 +78,14 @@ def _numeric(texts: pd.Series, unit: str | None, base: TimeBase, file: str) -> T
     return Times(exact, resolution, "epoch", [])
 
 
-def _unit_of_epoch(texts: pd.Series) -> str:
-    """The unit that makes the times an epoch; seconds where none does."""
+def _likely_unit(texts: pd.Series, anchor: tuple[int, int] | None) -> str:
+    """The unit that brings the times to the anchor, else makes them an epoch, else the time since a boot."""
     middle = float(pd.to_numeric(texts, errors="coerce").median())
-    fits = (u for u, ns in UNITS_NS.items() if EPOCH_NS[0] <= middle * ns <= EPOCH_NS[1])
-    return next(fits, "s")
+    if anchor is not None:
+        return min(UNITS_NS, key=lambda u: abs(middle * UNITS_NS[u] - anchor[0]))
+    epoch = (u for u, ns in UNITS_NS.items() if EPOCH_NS[0] <= middle * ns <= EPOCH_NS[1])
+    uptime = (u for u, ns in UNITS_NS.items() if middle * ns < EPOCH_NS[0] // 10)
+    return next(epoch, None) or next(uptime, "ns")
 
 
 def _exact_ns(texts: pd.Series, unit: str) -> tuple[np.ndarray, int]:

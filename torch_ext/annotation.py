@@ -129,7 +129,8 @@ def _enter(scope: str, module: nn.Module, args: Any) -> None:
 def _leave(scope: str, module: nn.Module, args: Any, output: Any) -> None:
     if torch.compiler.is_compiling():
         return
-    _pop(module)
+    if _open_scopes.stack:
+        _pop(module)
 
 
 def _push(module: nn.Module, scope: str) -> None:

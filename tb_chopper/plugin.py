@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import time
 from collections.abc import Callable
 from typing import Any
@@ -28,6 +29,7 @@ CONTENT_TYPES = {  # not `mimetypes`: that depends on the host, and browsers ref
     ".svg": "image/svg+xml",
     ".json": "application/json",
 }
+STATIC_NAME = re.compile(r"[\w-]+(\.[\w-]+)+")
 JSON = "application/json"
 YEAR_S = 31_536_000
 WAIT_S = 1.0
@@ -64,6 +66,8 @@ class ChopperPlugin(base_plugin.TBPlugin):
 
     def _static(self, request: wrappers.Request) -> wrappers.Response:
         relative = request.path.partition("/static/")[2]
+        if not STATIC_NAME.fullmatch(relative):
+            raise errors.NotFoundError("no such file")
         path = os.path.realpath(os.path.join(FRONTEND, relative))
         content_type = CONTENT_TYPES.get(os.path.splitext(path)[1])
         if not path.startswith(FRONTEND + os.sep) or content_type is None or not os.path.isfile(path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
 import threading
 import time
 from collections import OrderedDict
@@ -184,6 +185,8 @@ class RunStore:
         if holder.run is None:
             holder.run = Run(listed.files, progress=lambda done, doing: holder.report(done, doing))
         job.report(0.0, f"Reading {listed.name}")
+        # Before Python 3.12 all instances share a cached property's lock: no long read inside one.
+        _ = holder.run.captures
         return holder.run
 
 
@@ -215,9 +218,10 @@ def split_logdir(logdir: str, logdir_spec: str = "") -> dict[str, str]:
     roots: dict[str, str] = {}
     for part in filter(None, (p.strip() for p in logdir_spec.split(","))):
         name, colon, path = part.partition(":")
-        # `s3://bucket`, `/a:b` and drive letters are paths, not names.
-        named = colon and "/" not in name and not path.startswith("//") and len(name) > 1
-        roots[name if named else part] = path if named else part
+        # `s3://bucket` and `/a:b` are paths, not names.
+        if not colon or path.startswith("//") or name.startswith("/") or os.path.splitdrive(part)[0]:
+            name = path = part
+        roots[name] = path if "://" in path else os.path.expanduser(path)
     return roots
 
 

@@ -63,7 +63,7 @@ REGISTRY: dict[str, Entry] = {
 def build(name: str, run: Run, **selection: Any) -> View:
     """View `name` of `run`; keyword arguments as `Selection.of` takes them and as the view's own options.
 
-    NotFound for an unknown view, InvalidSelection for an unknown option or a value that it does not have.
+    NotFound for an unknown view, InvalidSelection for a granularity, an option or a value that it does not have.
     """
     from tb_chopper.backend.views import context
     from tb_chopper.backend.views.view import Selection
@@ -77,8 +77,15 @@ def build(name: str, run: Run, **selection: Any) -> View:
             raise InvalidSelection(f"view {name!r} has no option {option!r}")
         if value not in values:
             raise InvalidSelection(f"{option}={value!r}: one of {', '.join(values)}")
+    for column in chosen.by:
+        if column not in REGISTRY[name].by:
+            raise InvalidSelection(f"view {name!r} cannot be shown by {column!r}; {_offer(REGISTRY[name].by)}")
     module = importlib.import_module(f"{__name__}.{name}")
     view: View = module.view(run, chosen)
     return replace(
         view, name=name, title=REGISTRY[name].title, findings=tuple(run.findings), banners=context.banners(run)
     )
+
+
+def _offer(by: tuple[str, ...]) -> str:
+    return f"by {', '.join(by)}" if by else "it has one form only"

@@ -46,7 +46,7 @@ SPOKEN = {
 """Groups that are no operations, inside a sentence."""
 NO_LAUNCHES = Missing(
     "Launch calls",
-    "Operators on the CPU start where they are called: nothing is launched. Record a run on a GPU to see launch overhead.",
+    "Operators on the CPU start where they are called: nothing is launched. Record a run on a GPU.",
     "torch.profiler.profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], ...)",
 )
 SEGMENTS = ("prep", "call", "under_communication", "graph", "unattributed")

@@ -88,6 +88,8 @@ def summary(kernels: pd.DataFrame, by: list[str]) -> pd.DataFrame:
 
 def _with_flops(groups: pd.DataFrame, run: Run, selection: Selection, by: list[str]) -> pd.DataFrame:
     """`groups` with flop_per_s: FLOPs counted from recorded shapes / compute time, where they are known."""
+    if "kernel" in by:  # recorded shapes belong to a call of several kernels, not to one of them
+        return groups.assign(flop_per_s=np.nan)
     rates = run.efficiency(by=by, where=selection.where())
     rates = rates.assign(flop_per_s=np.where(rates["flop"] > 0, rates["flop"] / rates["time_us"] * 1e6, np.nan))
     return groups.merge(rates[[*by, "flop_per_s"]], on=by, how="left")
@@ -264,7 +266,13 @@ def _groups_table(groups: pd.DataFrame, by: list[str], note: str = "") -> Table:
     rows = groups.assign(**{c: [figures.group_name(c, v) for v in groups[c]] for c in by if c not in ("gpu", "step")})
     return Table(
         "GPU work by " + " and ".join(by),
-        (*heads, TableColumn("type", "Type", "text", DEFINITIONS["type"]), *NUMBERS, RATE, *TAIL),
+        (
+            *heads,
+            TableColumn("type", "Type", "text", DEFINITIONS["type"]),
+            *NUMBERS,
+            *([RATE] if groups["flop_per_s"].notna().any() else []),
+            *TAIL,
+        ),
         rows,
         sort="time_us",
         link=link,

@@ -447,6 +447,6 @@ def _efficiency_table(run: Run, where: dict[str, Any]) -> Table:
         ),
         rows,
         link={"gpu": "gpu"},
-        note="Estimated from grids and recorded shapes: whether anything runs, how much of the GPU has work, what of its "
-        "peak is used.",
+        note="Estimated from grids and recorded shapes: whether anything runs, how much of the GPU has work, what of "
+        "its peak is used.",
     )

@@ -14,7 +14,7 @@ from tb_chopper.backend import schema
 from tb_chopper.backend.findings import Finding
 
 _PASS = re.compile(r"(?:pass|pmc)_(\d+)", re.IGNORECASE)
-_RANK = re.compile(r"(?:^|_)r(?:ank)?_?(\d+)(?=[_.]|$)")
+_RANK = re.compile(r"(?:^|_)r(?:ank_?)?(\d+)(?=[_.]|$)")  # "r_4711" has no rank: the launcher wrote it
 _PID = re.compile(r"(?:^|_)(\d+)_")
 
 

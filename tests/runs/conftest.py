@@ -13,7 +13,7 @@ import pytest
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """`recorded(kind)`: the log directory of a run of the example, one of tests/runs/record.py's KINDS."""
     pytest.importorskip("torch")
-    from runs.record import record
+    from tests.runs.record import record
 
     @functools.cache
     def once(kind: str) -> Path:

@@ -14,7 +14,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from runs.record import KINDS, LAYERS, STEPS
+from tests.runs.record import KINDS, LAYERS, STEPS
 from torch_ext import sidecar
 
 pytestmark = pytest.mark.torch

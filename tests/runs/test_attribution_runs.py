@@ -9,7 +9,7 @@ from __future__ import annotations
 import gzip
 import json
 import re
-import sys
+import shutil
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -23,9 +23,6 @@ import pytest
 from tb_chopper.backend import schema
 from tb_chopper.backend.attribution import attribute
 from tb_chopper.backend.readers import kineto
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from runs.record import record
 
 pytest.importorskip("torch")
 pytestmark = pytest.mark.torch
@@ -118,8 +115,13 @@ def load(folder: Path) -> Run:
 
 
 @pytest.fixture(scope="module")
-def run_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Run]:
-    return cache(lambda kind: load(record(kind, tmp_path_factory.mktemp("run"))))
+def run_of(recorded: Callable[[str], Path]) -> Callable[[str], Run]:
+    def once(kind: str) -> Run:
+        if "compile" in kind and not shutil.which("g++"):
+            pytest.skip("no C++ compiler")
+        return load(recorded(kind))
+
+    return cache(once)
 
 
 def rows(run: Run) -> Iterator[tuple[Any, Entry]]:
@@ -191,6 +193,17 @@ def test_counts_are_equal_from_layer_to_layer(kind: str, run_of: Callable[[str],
     different = counts[counts.nunique(axis=1) > 1]
     assert list(counts.columns) == LAYERS and different.empty, different
     assert {"forward", "backward"} <= set(counts.index.get_level_values("phase"))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_are_accumulated_in_the_layer_that_they_come_from(kind: str, run_of: Callable[[str], Run]) -> None:
+    """AccumulateGrad has no Sequence number; DDP scales and FSDP reduces the gradients there."""
+    found = Counter()
+    for row, entry in rows(run_of(kind)):
+        if entry.node is not None and "AccumulateGrad" in entry.node.event["name"] and not entry.scope(SHARDING):
+            found[row.layer] += 1
+    assert len({found[layer] for layer in LAYERS}) == 1
+    assert found["layers.0"] > 0 or kind == "fsdp2+compile"
 
 
 @pytest.mark.parametrize(("kind", "layer"), [

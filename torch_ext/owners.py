@@ -8,7 +8,6 @@ tells a process from a later one with the same number.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import os
 import tempfile
@@ -25,6 +24,8 @@ def open_file(log_dir: Path) -> int:
 
 def lock(file: int) -> bool:
     """Take the lock for whoever holds `file`, children included; False where a sampler has it."""
+    import fcntl  # not on Windows, where logs can still be read
+
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

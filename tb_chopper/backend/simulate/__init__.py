@@ -1,7 +1,7 @@
 """A simulated node with planted truth: real file formats for tests and the demo.
 
 `simulate(out_dir, Options(preset="tiny"))` writes a run: Kineto traces, sidecars, telemetry, counter passes, and the
-right answers in `truth.parquet` and `truth.json`.
+right answers in `truth/`.
 """
 
 from tb_chopper.backend.simulate.options import Options, configs

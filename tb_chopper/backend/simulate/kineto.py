@@ -9,14 +9,14 @@ from __future__ import annotations
 import gzip
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from tb_chopper.backend.simulate import kineto_text
-from tb_chopper.backend.simulate.config import NS_PER_S
+from tb_chopper.backend.simulate.config import NS_PER_S, Config
 from tb_chopper.backend.simulate.program import Program
 from tb_chopper.backend.simulate.recorded import Rank, Step
 
@@ -28,11 +28,11 @@ _MAX_GPUS = 16
 """The exporter names this many GPUs, used or not."""
 
 
-def write(directory: Path, rank: Rank) -> Path:
+def write(directory: Path, rank: Rank, templates: Templates) -> Path:
     """Write one rank's trace; returns its path. A truncated one ends in the middle, as a killed job leaves it."""
     config = rank.config
     path = directory / f"{rank.stem}{SUFFIX}{'.gz' if config.compress else ''}"
-    text = "".join(_document(rank)).encode()
+    text = "".join(_document(rank, templates)).encode()
     if config.compress:
         text = gzip.compress(text, compresslevel=3, mtime=0)
     if config.faults.truncate == rank.rank:
@@ -46,24 +46,39 @@ def base_ns(t_ns: int) -> int:
     return t_ns // NS_PER_S // _BASE_UNIT_S * _BASE_UNIT_S * NS_PER_S
 
 
-def _document(rank: Rank) -> Iterator[str]:
+class Templates:
+    """The text of the programs' steps, made once for all ranks."""
+
+    def __init__(self, config: Config, programs: Sequence[Program]) -> None:
+        self._by_program = {id(program): _Template(program, config) for program in programs}
+
+    def of(self, step: Step) -> _Template:
+        return self._by_program[id(step.program)]
+
+
+def _document(rank: Rank, templates: Templates) -> Iterator[str]:
     base = base_ns(rank.window_start)
+    values = (rank.pid, rank.device, rank.main_thread, rank.autograd_thread, rank.rank)
     yield _header(rank)
-    templates = {id(step.program): step.program for step in rank.steps}
-    compiled = {key: _Template(program, rank) for key, program in templates.items()}
     index = flow = 0
     for step in rank.steps:
-        yield compiled[id(step.program)].fill(step, base, index, flow)
+        yield _fill_constants(templates.of(step).fill(step, base, index, flow), values)
         index, flow = index + len(step.program.events), flow + len(step.program.flows)
-    yield _Template(rank.warm.program, rank, only=rank.warm_items.tolist()).fill(rank.warm, base, 0, 0)
+    before = _Template(rank.warm.program, rank.config, only=rank.warm_items.tolist())
+    yield _fill_constants(before.fill(rank.warm, base, 0, 0), values)
     yield _footer(rank, base)
 
 
-class _Template:
-    """The text of one step of one rank; `only`: of these items without their host side (launched before capture)."""
+def _fill_constants(text: str, values: Sequence[int]) -> str:
+    for constant, value in zip(kineto_text.CONSTANTS, values, strict=True):
+        text = text.replace(constant, str(value))
+    return text
 
-    def __init__(self, program: Program, rank: Rank, only: list[int] | None = None) -> None:
-        config = rank.config
+
+class _Template:
+    """The text of one step; `only`: of these items without their host side (launched before the capture)."""
+
+    def __init__(self, program: Program, config: Config, only: list[int] | None = None) -> None:
         streams = kineto_text.STREAM_IDS[config.gpu.dialect]
         self.program, (scopes, self.scope_order, self.scope_edges) = program, _scopes(program)
         self.begins = np.asarray([e.begin for e in program.events])
@@ -77,12 +92,9 @@ class _Template:
                 *(kineto_text.device_event(i, item, config) for i, item in enumerate(program.items)),
                 *(kineto_text.scope(i, program.events[e], streams[s]) for i, (e, s) in enumerate(scopes)),
             ]
-        values = (rank.pid, rank.device, rank.main_thread, rank.autograd_thread, rank.rank)
         text = "".join(parts).replace("%", "%%")
-        for constant, value in zip(kineto_text.CONSTANTS, values, strict=True):
-            text = text.replace(constant, str(value))
-        self.places = _places(program, len(scopes))
-        self.numbers = np.asarray([self.places[m[1]] + int(m[2]) for m in _MARK.finditer(text)], dtype=np.int64)
+        places = _places(program, len(scopes))
+        self.numbers = np.asarray([places[m[1]] + int(m[2]) for m in _MARK.finditer(text)], dtype=np.int64)
         self.format = _MARK.sub(lambda m: "%03d" if m[1].endswith("_ns") else "%d", text)
 
     def fill(self, step: Step, base: int, first_index: int, first_flow: int) -> str:

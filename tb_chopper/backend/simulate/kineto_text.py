@@ -29,7 +29,7 @@ def time(kind: str, index: int) -> str:
 
 
 def host_event(index: int, event: HostEvent) -> str:
-    name = f'"{STEP_NAME}{mark("step", 0)}"' if event.name == STEP_NAME else json.dumps(event.name)
+    name = _host_name(event)
     tid = THREADS[event.thread]
     head = (f'  {{\n    "ph": "X", "cat": "{event.category}", "name": {name}, "pid": {PID}, "tid": {tid},\n'
             f'    "ts": {time("point", event.begin)}, "dur": {time("duration", index)},\n    "args": {{\n      ')
@@ -41,6 +41,10 @@ def host_event(index: int, event: HostEvent) -> str:
         seq = f'"Sequence number": {mark("seq", event.seq)}, "Fwd thread id": {event.fwd_thread}, '
     args = event.args.replace(SEQ, mark("collective", event.collective)) if event.collective >= 0 else event.args
     return f'{head}{external}{seq}"Record function id": 0{args}, "Ev Idx": {mark("index", index)}\n    }}\n  }},\n'
+
+
+def _host_name(event: HostEvent) -> str:
+    return f'"{STEP_NAME}{mark("step", 0)}"' if event.name == STEP_NAME else json.dumps(event.name)
 
 
 def _runtime_tail(event: HostEvent, external: str, tid: str) -> str:
@@ -113,7 +117,7 @@ def _cuda_args(item: Item, config: Config, launched: bool) -> str:
 
 def scope(index: int, annotation: HostEvent, stream: int) -> str:
     """The device's mirror of an annotation: from its first kernel to its last, on each stream."""
-    name, length = json.dumps(annotation.name), time("scope_length", index)
+    name, length = _host_name(annotation), time("scope_length", index)
     return (f'  {{\n    "ph": "X", "cat": "gpu_user_annotation", "name": {name}, "pid": {DEVICE}, "tid": {stream},\n'
             f'    "ts": {time("scope", index)}, "dur": {length},\n    "args": {{\n'
             f'      "External id": {mark("external", annotation.external)}\n    }}\n  }},\n')

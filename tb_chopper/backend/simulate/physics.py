@@ -13,6 +13,8 @@ from tb_chopper.backend.simulate.config import Config, Gpu
 from tb_chopper.backend.simulate.workload import Kernel
 
 COLLECTIVE_LATENCY_NS = 24_000
+COPY_LATENCY_NS = 1_800
+"""Start and completion of a copy between host and device."""
 POWER_MEMORY_NS = 20_000_000
 """Time constant of the controller's view of power."""
 MIN_CLOCK_SHARE = 0.3
@@ -24,7 +26,10 @@ def cycles(kernel: Kernel, gpu: Gpu) -> float:
         return 0.0
     if kernel.flop_performed:
         return kernel.flop_performed / (gpu.flop_per_clock_per_unit * gpu.units * kernel.utilization)
-    return kernel.bytes / (gpu.memory_bytes_per_s * kernel.utilization) * gpu.max_clock_mhz * 1e6
+    seconds = kernel.bytes / (gpu.memory_bytes_per_s * kernel.utilization)
+    if kernel.kind == "memcpy":
+        seconds += COPY_LATENCY_NS * 1e-9
+    return seconds * gpu.max_clock_mhz * 1e6
 
 
 def theoretical_ns(kernel: Kernel, gpu: Gpu) -> float:

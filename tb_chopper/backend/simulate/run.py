@@ -6,6 +6,7 @@ import multiprocessing
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 from tb_chopper.backend.errors import InvalidSelection
@@ -28,7 +29,6 @@ Progress = Callable[[float, str], None]
 """Called with the share done (0 to 1) and a short text."""
 PARALLEL_FROM = 20_000
 """Device activities from which several processes pay."""
-_Job = tuple[Path, recorded.Rank, schedule.RankTimes]
 
 
 def simulate(out_dir: Path | str, options: Options | None = None, progress: Progress | None = None) -> list[Path]:
@@ -64,38 +64,62 @@ def _write_run(directory: Path, config: Config, progress: Progress) -> None:
     for host in range(config.hosts):
         members = slice(host * config.gpus_per_host, (host + 1) * config.gpus_per_host)
         telemetry.write(directory, ranks[members], timeline.ranks[members])
-    jobs = [(directory, rank, timeline.ranks[rank.rank]) for rank in ranks]
+    job = _Job(directory, ranks, timeline, kineto.Templates(config, timeline.programs[1:]))
     parts = []
-    for part in _map(jobs, len(ranks) * int(timeline.offsets[-1])):
+    for part in _map(job):
         parts.append(part)
         progress(0.4 + 0.55 * len(parts) / len(ranks), "writing")
     truth.write(directory, config, ranks, parts)
     progress(1.0, "done")
 
 
-def _write_rank(job: _Job) -> truth.Part:
-    directory, rank, times = job
-    trace = kineto.write(directory, rank)
-    sidecar.write(trace, rank)
-    counters, dispatches = rocprofv3.write(directory, rank)
-    return truth.Part(trace.name, counters, truth.of_rank(rank, times), dispatches)
+@dataclass(frozen=True)
+class _Job:
+    """What is common to the files of all ranks."""
+
+    directory: Path
+    ranks: list[recorded.Rank]
+    timeline: schedule.Timeline
+    templates: kineto.Templates
+
+    def write(self, rank: int) -> truth.Part:
+        record = self.ranks[rank]
+        trace = kineto.write(self.directory, record, self.templates)
+        sidecar.write(trace, record)
+        counters, dispatches = rocprofv3.write(self.directory, record)
+        return truth.Part(trace.name, counters, truth.of_rank(record, self.timeline.ranks[rank]), dispatches)
 
 
-def _map(jobs: list[_Job], activities: int) -> Iterator[truth.Part]:
+def _map(job: _Job) -> Iterator[truth.Part]:
     """Ranks in order, in several processes where that pays and the platform can fork."""
-    workers = min(len(jobs), os.cpu_count() or 1, 8)
+    n = len(job.ranks)
+    workers = min(n, os.cpu_count() or 1, 8)
+    activities = n * int(job.timeline.offsets[-1])
     if workers > 1 and activities >= PARALLEL_FROM and "fork" in multiprocessing.get_all_start_methods():
-        with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("fork")) as pool:
-            yield from pool.map(_write_rank, jobs)
+        fork = multiprocessing.get_context("fork")  # the job is inherited, not sent
+        with ProcessPoolExecutor(workers, mp_context=fork, initializer=_inherit, initargs=(job,)) as pool:
+            yield from pool.map(_write_inherited, range(n))
     else:
-        yield from map(_write_rank, jobs)
+        yield from map(job.write, range(n))
+
+
+_inherited: list[_Job] = []
+
+
+def _inherit(job: _Job) -> None:
+    _inherited[:] = [job]
+
+
+def _write_inherited(rank: int) -> truth.Part:
+    return _inherited[0].write(rank)
 
 
 def _clear(directory: Path) -> None:
     """Remove what an earlier simulation wrote here, and nothing else."""
-    if directory.is_dir() and any(directory.iterdir()) and not (directory / truth.NAME).is_file():
+    if directory.is_dir() and any(directory.iterdir()) and not (directory / truth.DIRECTORY / truth.SUMMARY).is_file():
         raise InvalidSelection(f"{directory} is not empty and holds no simulated run: choose another output directory")
-    written = (f"*{kineto.SUFFIX}*", "*.chopper.json", "*.telemetry.csv", f"{rocprofv3.DIRECTORY}/**/*.csv", "truth*.*")
+    written = (f"*{kineto.SUFFIX}*", f"*{sidecar.SUFFIX}", f"*{telemetry.SUFFIX}", f"{rocprofv3.DIRECTORY}/**/*.csv",
+               f"{truth.DIRECTORY}/*")
     for pattern in written:
         for path in directory.glob(pattern):
             path.unlink()

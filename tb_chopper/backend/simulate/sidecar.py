@@ -8,6 +8,8 @@ from tb_chopper.backend.simulate.config import Config
 from tb_chopper.backend.simulate.recorded import Rank
 from torch_ext import sidecar
 
+SUFFIX = sidecar.SUFFIX
+
 
 def write(trace: Path, rank: Rank) -> Path:
     """Write the sidecar of a rank's trace; returns its path."""

@@ -13,6 +13,7 @@ from tb_chopper.backend.simulate.schedule import RankTimes
 from tb_chopper.backend.simulate.sidecar import pci_address
 from torch_ext import telemetry_format as log
 
+SUFFIX = log.SUFFIX
 READING_NS = 40_000
 """Time that it takes to read one GPU."""
 CPU_EVERY = 5

@@ -1,7 +1,7 @@
 """The right answers: per kernel, what caused its time, and what a correct analysis must find in the files.
 
-`truth.parquet` has one row per device activity in the capture windows (`COLUMNS`), joined to a trace by (rank,
-correlation); `truth_dispatches.parquet` tells which kernel each row of the counter files is; `truth.json` tells the
+`truth/kernels.parquet` has one row per device activity in the capture windows (`COLUMNS`), joined to a trace by
+(rank, correlation); `truth/dispatches.parquet` tells which kernel each row of the counter files is; `truth/truth.json` tells the
 configuration, the ranks and their files. Times are ns on the clock of the rank's host.
 """
 
@@ -22,7 +22,9 @@ from tb_chopper.backend.simulate.program import Item, Program
 from tb_chopper.backend.simulate.recorded import Rank, Step, clock_offset
 from tb_chopper.backend.simulate.schedule import RankTimes
 
-NAME, TABLE, DISPATCHES = "truth.json", "truth.parquet", "truth_dispatches.parquet"
+DIRECTORY = "truth"
+"""Inside the run, out of the way of tools that take every JSON file of a directory for a trace."""
+SUMMARY, KERNELS, DISPATCHES = "truth.json", "kernels.parquet", "dispatches.parquet"
 
 COLUMNS: dict[str, str] = {
     "rank": "rank",
@@ -40,7 +42,7 @@ COLUMNS: dict[str, str] = {
     "start_ns": "start",
     "end_ns": "end",
     "launch_ns": "start of the launch call, -1 where launched before the capture",
-    "overlap_ns": "part of a compute kernel that runs under communication",
+    "overlap_ns": "part of a kernel or copy that runs under communication",
     "prep_ns": "O_prep",
     "call_ns": "O_call",
     "call_under_communication_ns": "part of call_ns under communication",
@@ -60,7 +62,7 @@ COLUMNS: dict[str, str] = {
     "seq": "sequence number of a collective, else -1",
     "wait_ns": "collectives: from this rank's arrival to the last one's",
 }
-"""d_thr_ns * ovr_inst * ovr_util * ovr_overlap * ovr_freq = end_ns - start_ns, for compute kernels and copies."""
+"""d_thr_ns * ovr_inst * ovr_util * ovr_overlap * ovr_freq = end_ns - start_ns, for compute kernels."""
 
 
 @dataclass
@@ -101,15 +103,17 @@ def with_waits(tables: Sequence[pd.DataFrame], config: Config) -> pd.DataFrame:
 
 
 def write(directory: Path, config: Config, ranks: Sequence[Rank], parts: Sequence[Part]) -> None:
+    folder = directory / DIRECTORY
+    folder.mkdir(exist_ok=True)
     kernels = with_waits([part.kernels for part in parts], config)
     texts = ("name", "kind", "type", "operation", "phase", "cpu_op")
-    kernels.astype(dict.fromkeys(texts, "category")).to_parquet(directory / TABLE, index=False)
-    pd.concat([part.dispatches for part in parts], ignore_index=True).to_parquet(directory / DISPATCHES, index=False)
+    kernels.astype(dict.fromkeys(texts, "category")).to_parquet(folder / KERNELS, index=False)
+    pd.concat([part.dispatches for part in parts], ignore_index=True).to_parquet(folder / DISPATCHES, index=False)
     summary = {
         "simulated": True, "config": asdict(config), "peak_flop_per_s": config.gpu.peak_flop_per_s, "columns": COLUMNS,
         "ranks": [_summary(rank, part) for rank, part in zip(ranks, parts, strict=True)],
     }
-    (directory / NAME).write_text(json.dumps(summary, indent=1), encoding="utf-8")
+    (folder / SUMMARY).write_text(json.dumps(summary, indent=1), encoding="utf-8")
 
 
 def _summary(rank: Rank, part: Part) -> dict[str, Any]:
@@ -181,7 +185,7 @@ def _gaps(table: pd.DataFrame) -> None:
     compute = (table["kind"] == "compute").to_numpy()
     start, end = table["start_ns"].to_numpy(), table["end_ns"].to_numpy()
     overlap = _covered(comm[:, 0], comm[:, 1], end) - _covered(comm[:, 0], comm[:, 1], start)
-    table["overlap_ns"] = np.where(compute, overlap, 0)
+    table["overlap_ns"] = np.where(table["kind"] == "communication", 0, overlap)
     gaps = {
         name: np.zeros(len(table), np.int64)
         for name in ("prep_ns", "call_ns", "call_under_communication_ns", "unattributed_ns")
@@ -216,7 +220,7 @@ def _power(table: pd.DataFrame, rank: Rank, times: RankTimes) -> None:
 
 
 def _factors(table: pd.DataFrame, config: Config) -> None:
-    compute = (table["kind"] != "communication").to_numpy()
+    compute = (table["kind"] == "compute").to_numpy()
     duration = (table["end_ns"] - table["start_ns"]).to_numpy()
     f_peak = config.gpu.max_clock_mhz
     matrix = (table["flop"] > 0).to_numpy()

@@ -51,26 +51,28 @@ class Step:
         self.holes.append((kind, offset))
         return "%.3f" if kind == "ts" else "%d"
 
-    def span(self, cat: str, name: str, tid: int, start: float, dur: float, args: dict[str, object], *ids: tuple[str, str, int],
-             pid: int = PID) -> None:
+    def span(self, cat: str, name: str, tid: int, start: float, dur: float, args: dict[str, object],
+             *ids: tuple[str, str, int], pid: int = PID) -> None:
         ts = self.hole("ts", start)
         fields = [f'"{key}": {self.hole(kind, offset)}' for key, kind, offset in ids]
-        fields += [f"{json.dumps(k)}: {json.dumps(v)}" for k, v in args.items()]
+        fields += [f"{json.dumps(k)}: {json.dumps(v)}".replace("%", "%%") for k, v in args.items()]
         self.events.append(self.layout["X"].format(
-            cat=cat, name=name, pid=pid, tid=tid, ts=ts, dur=f"{dur:.3f}", args=", ".join(fields).replace("% ", "%% ").replace('%"', '%%"')))
+            cat=cat, name=name, pid=pid, tid=tid, ts=ts, dur=f"{dur:.3f}", args=", ".join(fields)))
 
     def flow(self, ph: str, cat: str, correlation: int, pid: int, tid: int, start: float) -> None:
         self.events.append(self.layout["flow"].format(
             ph=ph, id=self.hole("corr", correlation), pid=pid, tid=tid, ts=self.hole("ts", start), cat=cat,
             end=', "bp": "e"' if ph == "f" else ""))
 
-    def op(self, name: str, tid: int, start: float, dur: float, dims: list[list[int]], seq: int = -1, backward: bool = False) -> None:
+    def op(self, name: str, tid: int, start: float, dur: float, dims: list[list[int]], seq: int = -1,
+           backward: bool = False) -> None:
         self.n_ops += 1
         ids = [("External id", "ext", self.n_ops)]
         if seq >= 0:
             ids.append(("Sequence number", "seq", seq))
         args: dict[str, object] = {"Fwd thread id": int(backward)} if seq >= 0 else {}
-        args |= {"Record function id": 0, "Concrete Inputs": [""] * len(dims), "Input type": ["c10::BFloat16"] * len(dims),
+        args |= {"Record function id": 0, "Concrete Inputs": [""] * len(dims),
+                 "Input type": ["c10::BFloat16"] * len(dims),
                  "Input Strides": [[d[-1], 1] for d in dims], "Input Dims": dims, "Ev Idx": self.n_ops}
         self.span("cpu_op", name, tid, start, dur, args, *ids)
 
@@ -88,12 +90,18 @@ class Step:
         self.flow("f", "ac2g", n, 0, stream, gpu_start)
 
 
-GEMM = "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x256x64_warpgroupsize2x1x1_execute_segment_k_off_kernel__5x_cublas"
-VECTOR = "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<c10::BFloat16>, std::array<char*, 3ul> >(int)"
-FLASH = "void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<128, 64, 64, 4, false, false, cutlass::bfloat16_t> >"
+GEMM = ("sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x256x64_warpgroupsize2x1x1_execute_segment_k_off_kernel"
+        "__5x_cublas")
+VECTOR = ("void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<c10::BFloat16>, "
+          "std::array<char*, 3ul> >(int)")
+FLASH = ("void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<128, 64, 64, 4, false, false, "
+         "cutlass::bfloat16_t> >")
 COMM = "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
-FORWARD = (("native_layer_norm", VECTOR), ("linear", GEMM), ("scaled_dot_product_attention", FLASH), ("linear", GEMM), ("add", VECTOR),
-           ("native_layer_norm", VECTOR), ("linear", GEMM), ("silu", VECTOR), ("mul", VECTOR), ("linear", GEMM), ("add", VECTOR))
+FORWARD = (
+    ("native_layer_norm", VECTOR), ("linear", GEMM), ("scaled_dot_product_attention", FLASH), ("linear", GEMM),
+    ("add", VECTOR), ("native_layer_norm", VECTOR), ("linear", GEMM), ("silu", VECTOR), ("mul", VECTOR),
+    ("linear", GEMM), ("add", VECTOR),
+)
 
 
 def step_template(layout: dict[str, str]) -> Step:
@@ -106,19 +114,21 @@ def step_template(layout: dict[str, str]) -> Step:
         for i in range(LAYERS):
             layer = i if half == 0 else LAYERS - 1 - i
             t = 100.0 + (half * LAYERS + i) * LAYER_US
-            s.span("user_annotation", f"FSDP::{'pre_backward' if half else 'pre_forward'} (layers.{layer})", tid, t, 60, {},
-                   ("External id", "ext", s.n_ops))
+            scope = f"FSDP::{'pre_backward' if half else 'pre_forward'} (layers.{layer})"
+            s.span("user_annotation", scope, tid, t, 60, {}, ("External id", "ext", s.n_ops))
             s.op("c10d::_allgather_base_", tid, t + 5, 40, [[4096, 4096], [32768, 4096]])
             s.launch(COMM, tid, t + 20, t + 300, 700, COMM_STREAM, {
-                "Collective name": "_allgather_base", "In msg nelems": 16777216, "Out msg nelems": 134217728, "Group size": 8,
-                "dtype": "BFloat16", "Process Group Name": "0", "Process Group Description": "default_pg"})
+                "Collective name": "_allgather_base", "In msg nelems": 16777216, "Out msg nelems": 134217728,
+                "Group size": 8, "dtype": "BFloat16", "Process Group Name": "0",
+                "Process Group Description": "default_pg"})
             for k, (name, kernel) in enumerate(FORWARD):
                 u, seq = t + 80 + 120 * k, layer * len(FORWARD) + k
                 dims = [[4, 4096, 4096], [4096, 14336 if kernel is GEMM else 4096]]
                 if half:
-                    s.op(f"autograd::engine::evaluate_function: {name.title()}Backward0", tid, u, 100, dims, seq, backward=True)
+                    node = f"{name.title()}Backward0"
+                    s.op(f"autograd::engine::evaluate_function: {node}", tid, u, 100, dims, seq, backward=True)
                     u += 2
-                s.op(f"{name.title()}Backward0" if half else f"aten::{name}", tid, u, 90, dims, seq, backward=bool(half))
+                s.op(node if half else f"aten::{name}", tid, u, 90, dims, seq, backward=bool(half))
                 s.op("aten::empty", tid, u + 5, 8, [[4096, 4096]])
                 for repeat in range(2 if half else 1):
                     s.op("aten::mm" if kernel is GEMM else f"aten::{name}_", tid, u + 20 + 30 * repeat, 28, dims)
@@ -146,7 +156,7 @@ def steps(step: Step, indented: bool) -> Iterator[bytes]:
 def write(out: BinaryIO, size_bytes: int, indented: bool = True) -> int:
     """Write about `size_bytes` of trace (whole steps, at least one); returns the number of events."""
     step = step_template(INDENTED if indented else COMPACT)
-    head = json.dumps(HEAD, indent=2 if indented else None).rstrip("}\n ") + ',\n"traceEvents": [\n'
+    head = json.dumps(HEAD, indent=2 if indented else None).rstrip("\n ")[:-1].rstrip() + ',\n"traceEvents": [\n'
     written, n_steps = out.write(head.encode()), 0
     for text in steps(step, indented):
         written += out.write(text)
@@ -165,8 +175,7 @@ def main() -> None:
     parser.add_argument("--mb", type=float, default=100)
     parser.add_argument("--layout", choices=("indented", "compact"), default="indented")
     args = parser.parse_args()
-    opened: BinaryIO = gzip.open(args.out, "wb", compresslevel=3) if args.out.suffix == ".gz" else args.out.open("wb")  # type: ignore[assignment]
-    with opened as out:
+    with args.out.open("wb") as file, gzip.open(file, "wb", 3) if args.out.suffix == ".gz" else file as out:
         n = write(out, int(args.mb * 1e6), args.layout == "indented")
     print(f"{args.out}: {n:,} events")
 

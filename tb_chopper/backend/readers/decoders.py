@@ -13,12 +13,12 @@ import struct
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import BinaryIO
+from typing import IO
 
 from tb_chopper.backend.readers.kineto_events import Chunk, parse
 
+_PIPE_BYTES = 1 << 20
 _LENGTH = struct.Struct("<Q")
 _PROGRAM = "import sys; sys.path[:] = {path!r}; from tb_chopper.backend.readers.decoders import serve; serve()"
 MAX_PROCESSES = 4
@@ -65,7 +65,8 @@ class Decoders:
             environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
             child = self._own.child = subprocess.Popen(
                 [sys.executable, "-c", _PROGRAM.format(path=[p or os.getcwd() for p in sys.path])],
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment)
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment,
+                pipesize=_PIPE_BYTES)
             self._children.append(child)
         return child
 
@@ -85,24 +86,24 @@ class Decoders:
             child.wait()
 
 
-def _send(pipe: BinaryIO, payload: bytes) -> None:
+def _send(pipe: IO[bytes], payload: bytes) -> None:
     pipe.write(_LENGTH.pack(len(payload)))
     pipe.write(payload)
     pipe.flush()
 
 
-def _receive(pipe: BinaryIO) -> bytes:
+def _receive(pipe: IO[bytes]) -> bytes:
     return _read(pipe, _LENGTH.unpack(_read(pipe, _LENGTH.size))[0])
 
 
-def _read(pipe: BinaryIO, length: int) -> bytes:
+def _read(pipe: IO[bytes], length: int) -> bytes:
     payload = pipe.read(length)
     if len(payload) < length:
         raise EOFError
     return payload
 
 
-def serve(decode: Callable[[bytes], Chunk] = parse) -> None:
+def serve() -> None:
     """The helper's loop: text in, columns out, until the pipe is closed."""
     gc.disable()  # events are freed by reference count; there are no cycles to look for
     while True:
@@ -110,4 +111,4 @@ def serve(decode: Callable[[bytes], Chunk] = parse) -> None:
             text = _receive(sys.stdin.buffer)
         except EOFError:
             return
-        _send(sys.stdout.buffer, pickle.dumps(decode(text), protocol=5))
+        _send(sys.stdout.buffer, pickle.dumps(parse(text), protocol=5))

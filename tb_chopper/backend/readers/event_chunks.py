@@ -56,8 +56,7 @@ def split(blocks: Iterable[bytes], chunk_bytes: int = CHUNK_BYTES) -> tuple[Head
         head = _head(buffer, at_end=not block)
         if head is None and (not block or len(buffer) > HEAD_BYTES):
             raise NoEvents(bytes(buffer))
-    del buffer[: head.offset]
-    return head, _chunks(buffer, source, chunk_bytes)
+    return head, _chunks(bytes(buffer[head.offset :]), source, chunk_bytes)
 
 
 def _head(text: bytearray, at_end: bool) -> Head | None:
@@ -81,30 +80,38 @@ def _is_object(text: bytes) -> bool:
         return False
 
 
-def _chunks(buffer: bytearray, source: Iterator[bytes], chunk_bytes: int) -> Iterator[tuple[bytes, bool]]:
-    searched = 0
+def _chunks(begun: bytes, source: Iterator[bytes], chunk_bytes: int) -> Iterator[tuple[bytes, bool]]:
+    # One chunk is held back: the last one shall hold the whole tail of an ordinary file.
+    held = b""
+    parts, size = [begun], len(begun)
     for block in source:
-        buffer += block
-        # Twice the size is kept back: the last chunk shall hold the whole tail of an ordinary file.
-        while len(buffer) >= 2 * chunk_bytes:
-            border = _last_border(buffer, searched, max(chunk_bytes, searched + 1))
-            if border is None:
-                searched = len(buffer) - chunk_bytes
-                break
-            yield bytes(buffer[:border]), False
-            del buffer[:border]
-            searched = 0
-    yield bytes(buffer), True
+        parts.append(block)
+        size += len(block)
+        if size >= chunk_bytes and (cut := _cut(parts)) is not None:
+            chunk, rest = cut
+            if held:
+                yield held, False
+            held, parts, size = chunk, [rest], len(rest)
+    yield b"".join((held, *parts)), True
 
 
-def _last_border(text: bytearray, begin: int, end: int) -> int | None:
-    """The last border of two events in `text[begin:end]`, looked for from behind; None if there is none."""
-    window = 1 << 14
-    upper = end
-    while upper > begin:
-        lower = max(begin, upper - window)
-        borders = [m.end() for m in _BORDER.finditer(text, lower, min(len(text), upper + window))]
-        borders = [b for b in borders if b <= end] or borders[:1]
+def _cut(parts: list[bytes]) -> tuple[bytes, bytes] | None:
+    """The parts as whole events, and what is left over; None without a border."""
+    border = _last_border(parts[-1])
+    if border is None and len(parts) > 1:
+        parts[:] = [b"".join(parts)]
+        border = _last_border(parts[0])
+    if border is None:
+        return None
+    return b"".join((*parts[:-1], memoryview(parts[-1])[:border])), parts[-1][border:]
+
+
+def _last_border(text: bytes) -> int | None:
+    """The last border of two events, looked for from behind; None if there is none."""
+    window, upper = 1 << 14, len(text)
+    while upper > 0:
+        lower = max(0, upper - window)
+        borders = [m.end() for m in _BORDER.finditer(text, lower)]
         if borders:
             return borders[-1]
         upper, window = lower, window * 4

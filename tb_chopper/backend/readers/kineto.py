@@ -20,12 +20,12 @@ from tb_chopper.backend import schema
 from tb_chopper.backend.errors import UnreadableFile
 from tb_chopper.backend.findings import Finding
 from tb_chopper.backend.readers import event_chunks, kineto_checks, kineto_damage, top_level
-from tb_chopper.backend.readers.byte_stream import Decompressed, Progress, is_url, open_binary
+from tb_chopper.backend.readers.byte_stream import BLOCK_BYTES, Decompressed, Progress, is_url, open_binary
 from tb_chopper.backend.readers.columns import Merged
 from tb_chopper.backend.readers.decoders import MAX_PROCESSES, Decoders, processors
 from tb_chopper.backend.readers.event_chunks import CHUNK_BYTES
-from tb_chopper.backend.readers.kineto_damage import Located
 from tb_chopper.backend.readers.kineto_events import Chunk, parse
+from tb_chopper.backend.readers.salvage import Damage
 from tb_chopper.backend.schema import Trace
 
 INLINE_BYTES = 24 << 20
@@ -43,7 +43,7 @@ def read(path: str | Path, progress: Progress | None = None, *, chunk_bytes: int
     """
     reading = _Reading(str(path), chunk_bytes)
     with open_binary(path) as file:
-        stream = Decompressed(file)
+        stream = Decompressed(file, min(chunk_bytes, BLOCK_BYTES))
         size = _size(path)
         try:
             head, chunks = event_chunks.split(stream, chunk_bytes)
@@ -80,7 +80,7 @@ class _Reading:
         self.host, self.device, self.memory = Merged(), Merged(), Merged()
         self.thread_names: dict[tuple[str, str], str] = {}
         self.counts: Counter[str] = Counter()
-        self.damage: list[Located] = []
+        self.damage: list[Damage] = []
         self.meta: dict[str, Any] = {}
         self.cut = ""
 
@@ -91,7 +91,7 @@ class _Reading:
             keys, sound = top_level.of_head(head.text)
             self.meta |= keys
             if not sound:
-                self.damage.append(Located("damaged_metadata", 0))
+                self.damage.append(Damage("damaged_metadata", 0))
 
     def all(self, source: Iterator[tuple[bytes, bool]], decoders: Decoders) -> None:
         """Decode chunks with a few in flight, and take their results in the order of the file."""
@@ -116,7 +116,8 @@ class _Reading:
             self._add(chunk, begin)
             self.position = begin + len(text)
             if chunk.end is not None:
-                self._tail(b"".join([text[chunk.end :], *(p[0] for p in pending), *(t for t, _ in source)]), begin + chunk.end)
+                rest = [text[chunk.end :], *(p[0] for p in pending), *(t for t, _ in source)]
+                self._tail(b"".join(rest), begin + chunk.end)
                 return
 
     def _last(self, text: bytes, begin: int) -> None:
@@ -131,7 +132,7 @@ class _Reading:
             chunk.damage = [d for d in chunk.damage if d.offset < chunk.unfinished]
         self._add(chunk, begin)
         if chunk.end is None:
-            self.damage.append(Located("truncated", self.position))
+            self.damage.append(Damage("truncated", self.position))
         else:
             self._tail(text[chunk.end :], begin + chunk.end)
 
@@ -140,7 +141,7 @@ class _Reading:
         self.position = begin + len(text)
         self.meta |= keys
         if problem:
-            self.damage.append(Located(problem, self.position if problem == "truncated" else begin))
+            self.damage.append(Damage(problem, self.position if problem == "truncated" else begin))
 
     def _add(self, chunk: Chunk, begin: int) -> None:
         self.host.add(chunk.host)
@@ -150,24 +151,25 @@ class _Reading:
         self.counts += chunk.counts
         self.counts["events"] += chunk.n_events
         self.counts["python_frames"] += chunk.n_python_frames
-        self.damage += [Located(d.code, begin + d.offset, d.count, d.detail) for d in chunk.damage]
+        self.damage += [d._replace(offset=begin + d.offset) for d in chunk.damage]
 
     def finish(self, path: Path, size: int) -> Trace:
         if self.cut and not any(d.code == "truncated" for d in self.damage):
-            self.damage.append(Located("gzip_tail", self.position, 1, self.cut))
+            self.damage.append(Damage("gzip_tail", self.position, 1, self.cut))
         n_rows = self.host.n_rows + self.device.n_rows + self.memory.n_rows
         if not n_rows:
             raise UnreadableFile(f"{self.name}: {kineto_damage.nothing_left(self.damage, self.counts, self.cut)}")
         base_ns, ignored = self._base()
         findings = kineto_damage.describe(self.damage, self.name, size, self.counts, self.cut)
         if ignored:
-            findings.append(Finding("base_time_ignored", "info", "times are absolute although the file gives a base: the base is not added"))
+            findings.append(Finding("base_time_ignored", "info", (
+                "times are absolute although the file gives a base: the base is not added")))
         host, threads = self._host(base_ns), self._threads()
         device = self._device(base_ns)
         findings += kineto_checks.repair(device)
         findings += kineto_checks.check(host, device, self.meta)
         return Trace(
-            path, host, threads, device, self._memory(base_ns), self.meta, [f.at(self.name) for f in findings],
+            path, host, threads, device, self._memory(base_ns), self.meta, [f.at(path.name) for f in findings],
             complete=not any(f.severity == "error" for f in findings))
 
     def _base(self) -> tuple[int, bool]:
@@ -183,7 +185,8 @@ class _Reading:
     def _threads(self) -> pd.DataFrame:
         keys = self.host.values("thread")
         names = [self.thread_names.get(key) for key in keys]
-        rows = pd.DataFrame({"pid": [pid for pid, _ in keys], "tid": [tid for _, tid in keys], "name": names}, dtype=object)
+        rows = pd.DataFrame([(pid, tid, name) for (pid, tid), name in zip(keys, names, strict=True)],
+                            columns=[c.name for c in schema.THREADS], dtype=object)
         return schema.conform(rows, schema.THREADS)
 
     def _host(self, base_ns: int) -> pd.DataFrame:
@@ -219,7 +222,8 @@ def _frame(table: Merged, columns: schema.Table, made: dict[str, Any]) -> pd.Dat
             data[column.name] = made[column.name]
         elif column.dtype == "category":
             codes = table.take(column.name, np.int32)
-            data[column.name] = pd.Categorical.from_codes(codes, pd.Index(table.values(column.name), dtype=object).astype("str"))
+            values = pd.Index(table.values(column.name), dtype=object).astype("str")
+            data[column.name] = pd.Categorical.from_codes(codes, values)
         else:
             data[column.name] = table.take(column.name, np.dtype(column.dtype))
     return pd.DataFrame(data, copy=False)

@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 
 from tb_chopper.backend.classify import COMMUNICATION, kernel_kinds
-from tb_chopper.backend.findings import Finding
+from tb_chopper.backend.findings import Finding, Severity
 
 MIN_OVERRUN_NS = 100_000
 MIN_OVERRUN_RATIO = 10.0
@@ -35,9 +35,9 @@ def repair(device: pd.DataFrame) -> list[Finding]:
     device["end_ns"] = end
     n = int(corrupt.sum())
     return [Finding("kernel_overruns_successor", "warning", (
-        f"{n} kernel(s) have an impossible duration, first {_short(row['name'])} on stream {row['stream']} of device {row['device']}: "
-        f"{(row['raw_end_ns'] - row['start_ns']) / 1000:.3f} µs, but the next kernel of the stream starts after "
-        f"{(limit[first] - row['start_ns']) / 1000:.3f} µs; clipped to that"), n)]
+        f"{n} kernel(s) have an impossible duration, first {_short(row['name'])} on stream {row['stream']} of device "
+        f"{row['device']}: {(row['raw_end_ns'] - row['start_ns']) / 1000:.3f} µs, but the next kernel of the stream "
+        f"starts after {(limit[first] - row['start_ns']) / 1000:.3f} µs; clipped to that"), n)]
 
 
 def _overruns(device: pd.DataFrame) -> tuple[np.ndarray, np.ndarray]:
@@ -71,24 +71,25 @@ def check(host: pd.DataFrame, device: pd.DataFrame, meta: dict[str, Any]) -> lis
     runtime = host.loc[(host["kind"] == "runtime") & (host["correlation"] != -1), ["name", "start_ns", "correlation"]]
     launches = runtime[_matches(runtime["name"], _LAUNCH) & ~_matches(runtime["name"], _NO_LAUNCH)]
     orphans = int((~launches["correlation"].isin(device["correlation"])).sum())
+    severity: Severity = "warning" if orphans else "info"
     if device.empty:
         lost = f" ({orphans} kernel launches without a kernel)" if orphans else ""
-        severity = "warning" if orphans else "info"
-        return [Finding("no_gpu_events", severity, f"no GPU events in this trace{lost}", max(1, orphans))]  # type: ignore[arg-type]
+        return [Finding("no_gpu_events", severity, f"no GPU events in this trace{lost}", max(1, orphans))]
     findings = []
     if host.empty:
-        findings.append(Finding("no_cpu_events", "info", "no CPU events in this trace: launches and operators are unknown"))
+        findings.append(Finding("no_cpu_events", "info", (
+            "no CPU events in this trace: launches and operators are unknown")))
     else:
         findings += _launch_findings(runtime, device)
     if orphans:
         findings.append(Finding("launch_without_kernel", "warning", (
-            f"{orphans} kernel launches have no kernel in the file: the profiler lost records, or they still ran at its end"), orphans))
+            f"{orphans} kernel launches have no kernel in the file: the profiler lost records, or they still ran when "
+            "it stopped"), orphans))
     kinds = kernel_kinds(device["name"], device["activity"], device["collective"])
     world_size = (meta.get("distributedInfo") or {}).get("world_size", 1)
     if isinstance(world_size, int) and world_size > 1 and not (kinds == COMMUNICATION).any():
         lost = f" although {orphans} launches have no kernel" if orphans else ""
-        severity = "warning" if orphans else "info"
-        findings.append(Finding("no_communication", severity, (  # type: ignore[arg-type]
+        findings.append(Finding("no_communication", severity, (
             f"no communication kernels on a job of {world_size} ranks{lost}"), max(1, orphans)))
     return findings
 
@@ -101,18 +102,20 @@ def _launch_findings(runtime: pd.DataFrame, device: pd.DataFrame) -> list[Findin
     before = int(launch_ns.isna().sum()) + int((device["correlation"] == -1).sum())
     if before:
         findings.append(Finding("launched_before_capture", "info", (
-            f"{before} of {len(device)} device activities were launched before the capture began (no launch in the file)"), before))
+            f"{before} of {len(device)} device activities were launched before the capture began (no launch in the "
+            "file)"), before))
     early = int((kernels["start_ns"] < launch_ns).sum())
     if early:
         findings.append(Finding("kernel_before_launch", "warning", (
-            f"{early} device activities start before their launch call: host and GPU clocks are skewed; their launch delay counts as 0"),
-            early))
+            f"{early} device activities start before their launch call: host and GPU clocks are skewed; their launch "
+            "delay counts as 0"), early))
     shared = kernels[kernels["correlation"].duplicated() & (kernels["activity"] == "kernel") & launch_ns.notna()]
     names = shared["correlation"].map(calls["name"].astype(object))
     n = int((~names.astype(str).str.contains(_GRAPH_LAUNCH)).sum())
     if n:
         findings.append(Finding("duplicate_correlation", "warning", (
-            f"{n} kernels share the launch of an earlier one that is no graph launch: their operators may be wrong"), n))
+            f"{n} kernels share the launch of an earlier one that is no graph launch: their operators may be "
+            "wrong"), n))
     return findings
 
 

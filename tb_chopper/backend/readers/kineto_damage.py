@@ -3,24 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from pathlib import Path
-from typing import NamedTuple
 
 import msgspec
 
 from tb_chopper.backend.errors import ChopperError
 from tb_chopper.backend.findings import Finding
 from tb_chopper.backend.readers.byte_stream import Decompressed, open_binary
-
-
-class Located(NamedTuple):
-    """Damage of one kind: byte of the first in the decompressed text, how often, and the parser's words."""
-
-    code: str
-    offset: int
-    count: int = 1
-    detail: str = ""
-
+from tb_chopper.backend.readers.salvage import Damage, merged
 
 REPAIRED = {
     "bad_utf8": "names with bytes that are no UTF-8; they show as \ufffd",
@@ -33,51 +22,45 @@ COUNTED: dict[str, tuple[str, str]] = {
     "missing_timestamp": ("warning", "events have no time and are left out"),
     "missing_duration": ("warning", "events have no duration and add no time"),
     "negative_duration": ("warning", "events end before they start and add no time"),
-    "kernel_without_time": ("warning", "kernels without time (start and duration 0) are left out of the window and of every sum"),
+    "kernel_without_time": ("warning", "kernels without time (start and duration 0) are left out of every number"),
 }
 
 
-def describe(damage: list[Located], name: str, size: int, counts: Counter[str], cut: str) -> list[Finding]:
+def describe(damage: list[Damage], name: str, size: int, counts: Counter[str], cut: str) -> list[Finding]:
     """Findings for everything that was found while reading. Errors: events were lost."""
-    findings = [_one(same, name, size, counts, cut) for same in _by_code(damage)]
+    findings = [_one(same, name, size, counts, cut) for same in merged(damage)]
     for code, (severity, words) in COUNTED.items():
         if counts[code]:
             findings.append(Finding(code, severity, f"{counts[code]} {words}", counts[code]))  # type: ignore[arg-type]
     if counts["python_frames"]:
         findings.append(Finding(
             "python_frames_dropped", "info",
-            f"{counts['python_frames']} frames of the Python tracer are left out; nn.Module frames are kept", counts["python_frames"]))
+            f"{counts['python_frames']} frames of the Python tracer are left out; nn.Module frames are kept",
+            counts["python_frames"]))
     return findings
 
 
-def _by_code(damage: list[Located]) -> list[Located]:
-    first: dict[str, Located] = {}
-    for d in damage:
-        first[d.code] = first[d.code]._replace(count=first[d.code].count + d.count) if d.code in first else d
-    return list(first.values())
-
-
-def _one(d: Located, name: str, size: int, counts: Counter[str], cut: str) -> Finding:
+def _one(d: Damage, name: str, size: int, counts: Counter[str], cut: str) -> Finding:
     short = name.rsplit("/", 1)[-1]
     if d.code == "truncated":
         why = f" ({cut})" if cut else ""
         return Finding(d.code, "error", (
-            f"{short} ({size} bytes) is truncated{why}: its text stops at byte {d.offset}; the {counts['events']} whole events "
-            "before it are used. Was the job killed while writing? Export it again"), d.count)
+            f"{short} ({size} bytes) is truncated{why}: its text stops at byte {d.offset}; the {counts['events']} "
+            "whole events before it are used. Was the job killed while writing? Export it again"), d.n)
     if d.code == "syntax_error":
         line, column = _line_and_column(name, d.offset)
         return Finding(d.code, "error", (
-            f"{short}, line {line} column {column} (byte {d.offset}): {d.detail}; {d.count} place(s) of this kind are left out, "
-            f"the {counts['events']} events that are whole are used"), d.count)
+            f"{short}, line {line} column {column} (byte {d.offset}): {d.detail}; {d.n} place(s) of this kind are "
+            f"left out, the {counts['events']} whole events are used"), d.n)
     if d.code == "trailing_garbage":
-        return Finding(d.code, "warning", f"{short}: something follows the end of the trace behind byte {d.offset}; it is ignored", d.count)
+        return Finding(d.code, "warning", f"{short}: what follows the end of the trace (byte {d.offset}) is ignored")
     if d.code == "gzip_tail":
-        return Finding(d.code, "warning", f"{short}: {d.detail}; the trace before it is whole", d.count)
+        return Finding(d.code, "warning", f"{short}: {d.detail}; the trace before it is whole", d.n)
     if d.code == "damaged_metadata":
-        return Finding(d.code, "warning", f"{short}: the metadata before the events is malformed; what is legible is used", d.count)
+        return Finding(d.code, "warning", f"{short}: metadata before the events is malformed; what is legible is used")
     if d.code == "ignored_entries":
-        return Finding(d.code, "info", f"{d.count} entries that are no events (null and the like) are ignored", d.count)
-    return Finding(d.code, "warning", f"{short}: {d.count} {REPAIRED[d.code]} (first near byte {d.offset})", d.count)
+        return Finding(d.code, "info", f"{d.n} entries that are no events (null and the like) are ignored", d.n)
+    return Finding(d.code, "warning", f"{short}: {d.n} {REPAIRED[d.code]} (first near byte {d.offset})", d.n)
 
 
 def _line_and_column(name: str, offset: int) -> tuple[int, int]:
@@ -111,11 +94,12 @@ def no_events(text: bytes, cut: str) -> str:
     try:
         keys = msgspec.json.decode(text)
     except msgspec.DecodeError:
-        return ("is truncated before its first event; export it again" if text.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"{")
+        is_object = text.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"{")
+        return ("is truncated before its first event; export it again" if is_object
                 else "this is no JSON; a trace of torch.profiler is expected")
     if isinstance(keys, dict) and "nodes" in keys:
-        return ("this is an execution graph (Chakra, ExecutionTraceObserver), not a timeline; open the Kineto trace of the same "
-                "run instead")
+        return ("this is an execution graph (Chakra, ExecutionTraceObserver), not a timeline; open the Kineto trace of "
+                "the same run instead")
     return "this is JSON without traceEvents, not a trace of torch.profiler"
 
 
@@ -124,7 +108,7 @@ def _is_text(text: bytes) -> bool:
     return odd <= len(text) // 100
 
 
-def nothing_left(damage: list[Located], counts: Counter[str], cut: str) -> str:
+def nothing_left(damage: list[Damage], counts: Counter[str], cut: str) -> str:
     """Why a file with an array of events has nothing to show."""
     codes = {d.code for d in damage}
     if "truncated" in codes or cut:
@@ -133,5 +117,5 @@ def nothing_left(damage: list[Located], counts: Counter[str], cut: str) -> str:
         return "no event of it can be read: malformed JSON; export it again"
     if not counts["events"]:
         return "the trace holds no events; was the profiler active (schedule, step) when it was exported?"
-    return (f"the {counts['events']} entries of traceEvents hold no operator and no kernel of torch.profiler; was the profiler "
-            "active when it was exported?")
+    return (f"the {counts['events']} entries of traceEvents hold no operator and no kernel of torch.profiler; was the "
+            "profiler active when it was exported?")

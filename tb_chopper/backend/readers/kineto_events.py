@@ -114,7 +114,7 @@ class Coded(NamedTuple):
     """A column of few values: row -> position in `values`, -1 for null."""
 
     codes: np.ndarray
-    values: list[Hashable]
+    values: list[Any]
 
 
 Column = np.ndarray | Coded
@@ -138,7 +138,7 @@ class Chunk:
 
 
 def parse(text: bytes) -> Chunk:
-    """Decode a chunk. Damaged elements are repaired or left out, and reported in `damage`; never raises for bad text."""
+    """Decode a chunk. Damaged elements are repaired or left out, and reported in `damage`; bad text never raises."""
     found = decode(text, Event)
     if _loses_digits(found.events):
         found = decode(text, ExactEvent)
@@ -149,7 +149,7 @@ def parse(text: bytes) -> Chunk:
 
 def decode(text: bytes, kind: type[Event]) -> Salvaged[Event]:
     """All events of a chunk that can be had."""
-    body = b"[" + text.strip(b" \t\r\n,") + b"]"
+    body = b"".join((b"[", memoryview(text)[:-1] if text.endswith(b",") else text, b"]"))
     try:
         return Salvaged(msgspec.json.decode(body, type=list[kind]))  # type: ignore[valid-type]
     except msgspec.DecodeError:
@@ -266,8 +266,8 @@ def _device(events: list[Event], activities: np.ndarray, counts: Counter[str]) -
                              for e, a in zip(events, args, strict=True)]),
         "correlation": _integers([a.correlation for a in args]),
         "external_id": _external_ids(args),
-        "grid": _raws(a.grid for a in args),
-        "block": _raws(a.block for a in args),
+        "grid": _raws(map(attrgetter("grid"), args)),
+        "block": _raws(map(attrgetter("block"), args)),
         "blocks_per_sm": _floats([a.blocks_per_sm for a in args], np.float32),
         "occupancy": _floats([a.occupancy for a in args], np.float32),
     }
@@ -313,7 +313,8 @@ def _nanoseconds(values: list[Any]) -> tuple[np.ndarray, np.ndarray]:
     us = _floats(values, np.float64)
     known = np.abs(us) < MAX_US
     if isinstance(next((v for v in values if v is not None), None), Decimal):
-        ns = np.array([int((v * 1000).to_integral_value()) if k else 0 for v, k in zip(values, known, strict=True)], np.int64)
+        exact = [int((v * 1000).to_integral_value()) if k else 0 for v, k in zip(values, known, strict=True)]
+        ns = np.array(exact, np.int64)
     elif known.any() and np.abs(us[known]).max() > MAX_EXACT_US:
         ns = np.array([round(v * 1000) if k else 0 for v, k in zip(values, known, strict=True)], np.int64)
     else:
@@ -378,8 +379,8 @@ def _coded(values: Iterable[Hashable]) -> Coded:
 
 
 def _threads(events: list[Event]) -> Coded:
-    coded = _coded([(e.pid, e.tid) for e in events])
-    return _recoded(coded, [(str(pid), str(tid)) for pid, tid in coded.values])  # type: ignore[misc]
+    coded = _coded(map(attrgetter("pid", "tid"), events))
+    return _recoded(coded, [(str(pid), str(tid)) for pid, tid in coded.values])
 
 
 def _texts(values: Iterable[Text]) -> Coded:
@@ -395,21 +396,21 @@ def _recoded(coded: Coded, values: list[Any]) -> Coded:
 
 
 def _raws(values: Iterable[msgspec.Raw]) -> Coded:
-    coded = _coded([bytes(v) or None for v in values])
-    return _recoded(coded, [_plain(v) for v in coded.values])  # type: ignore[arg-type]
+    coded = _coded(map(bytes, values))
+    return _recoded(coded, [_plain(v) if v else None for v in coded.values])
 
 
 def _shapes(args: list[Args]) -> Coded:
     """The recorded shapes as one JSON text per row: {Input Dims, Input type, Concrete Inputs}."""
-    coded = _coded(
-        None if a.input_dims is RAW and a.input_type is RAW and a.concrete_inputs is RAW
-        else (bytes(a.input_dims), bytes(a.input_type), bytes(a.concrete_inputs)) for a in args)
-    keys = ("Input Dims", "Input type", "Concrete Inputs")
-    texts = [
-        "{" + ",".join(f'"{key}":{_plain(raw)}' for key, raw in zip(keys, raws, strict=True) if raw) + "}"
-        for raws in coded.values  # type: ignore[call-overload]
-    ]
-    return _recoded(coded, texts)
+    columns = [map(bytes, map(attrgetter(name), args)) for name in ("input_dims", "input_type", "concrete_inputs")]
+    coded = _coded(zip(*columns, strict=True))
+    return _recoded(coded, [_shape_text(*raws) for raws in coded.values])
+
+
+def _shape_text(dims: bytes, types: bytes, concrete: bytes) -> str | None:
+    recorded = {"Input Dims": dims, "Input type": types, "Concrete Inputs": concrete}
+    fields = [f'"{key}":{_plain(raw)}' for key, raw in recorded.items() if raw]
+    return "{" + ",".join(fields) + "}" if fields else None
 
 
 def _plain(raw: bytes) -> str:

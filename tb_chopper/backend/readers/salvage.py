@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, TypeVar
 
@@ -17,11 +17,11 @@ T = TypeVar("T")
 
 
 class Damage(NamedTuple):
-    """One kind of damage in a chunk: where it is first (byte in the chunk), how often, and the parser's words."""
+    """One kind of damage: the byte where it is first, how often it is, and the parser's words."""
 
     code: str
     offset: int
-    count: int = 1
+    n: int = 1
     detail: str = ""
 
 
@@ -37,8 +37,9 @@ _LONE_SURROGATE = re.compile(
 _CONTROL = re.compile(rb"[\x00-\x1f]")
 _NAME = re.compile(rb'("name"\s*:\s*")(.*?)("\s*(?:,\s*"' + KEYS + rb'"\s*:|\}))', re.DOTALL)
 _BARE_QUOTE = re.compile(rb'(?<!\\)"')
-_ARRAY_END = re.compile(rb'\]\s*(?:,\s*"[^"\\]*"\s*:|\}\s*\Z)')
-_WHITE = " \t\r\n"
+# The array of events ends behind an object; arrays inside of events hold numbers and texts.
+_ARRAY_END = re.compile(rb'[},]\s*(\]\s*(?:,\s*"[^"\\]*"\s*:|\}\s*\Z|\Z))')
+_BETWEEN = re.compile(r"[,\s]*")
 MAX_JOINED = 3
 """Elements tried as one, where a name holds text that looks like the start of an event."""
 
@@ -69,17 +70,13 @@ def salvage(text: bytes, decode: Callable[[bytes], T | None]) -> Salvaged[T]:
                 break
         else:
             j = i + 1
-            if j == len(bounds) - 1:
-                end = _end_behind(text[start:])
-                found = Salvaged([], [_problem(text[start:])], end, None if end is not None else 0)
-            else:
-                found = Salvaged([], [_problem(text[start : bounds[j]])])
+            found = _before_break(text[start : bounds[j]], decode, at_end=j == len(bounds) - 1)
         result.events += found.events
         damage += [d._replace(offset=start + d.offset) for d in found.damage]
         result.end = None if found.end is None else start + found.end
         result.unfinished = None if found.unfinished is None else start + found.unfinished
         i = j
-    result.damage = _merged(damage)
+    result.damage = merged(damage)
     return result
 
 
@@ -89,20 +86,21 @@ def _bounds(text: bytes) -> list[int]:
     return [*([0] if first_is_no_event else []), *starts, len(text)]
 
 
-def _merged(damage: list[Damage]) -> list[Damage]:
-    merged: dict[str, Damage] = {}
+def merged(damage: Iterable[Damage]) -> list[Damage]:
+    """One entry per kind, at the first of its places."""
+    by_code: dict[str, Damage] = {}
     for d in damage:
-        merged[d.code] = merged[d.code]._replace(count=merged[d.code].count + d.count) if d.code in merged else d
-    return list(merged.values())
+        by_code[d.code] = by_code[d.code]._replace(n=by_code[d.code].n + d.n) if d.code in by_code else d
+    return list(by_code.values())
 
 
 def _elements(text: bytes, decode: Callable[[bytes], T | None], at_end: bool) -> Salvaged[T] | None:
-    """The elements at the start of `text` (an event, and what is between it and the next), None if malformed."""
+    """The elements of `text`, an event and what is between it and the next; None if it cannot be made whole."""
     for repaired, codes in _repairs(text):
-        found = _values(repaired)
-        if found is None:
+        values, stop = _values(repaired)
+        ended = repaired[stop : stop + 1] == b"]"
+        if stop < len(repaired) and not ended:
             continue
-        values, end = found
         try:
             decoded = [decode(v) for v in values]
         except msgspec.DecodeError:
@@ -110,43 +108,59 @@ def _elements(text: bytes, decode: Callable[[bytes], T | None], at_end: bool) ->
         damage = [Damage(code, 0) for code in codes]
         if decoded.count(None):
             damage.append(Damage("ignored_entries", 0, decoded.count(None)))
-        if end is not None and not at_end and not repaired[end + 1 :].strip(b", \t\r\n"):
-            damage.append(Damage("syntax_error", end, 1, "a stray ]"))
-            end = None
-        elif end is not None:
-            end += len(text) - len(repaired)  # repairs change what is before the end, nothing behind it is used
+        end = None
+        if ended and not at_end and not repaired[stop + 1 :].strip(b", \t\r\n"):
+            damage.append(Damage("syntax_error", stop, 1, "a stray ]"))
+        elif ended:
+            end = stop + len(text) - len(repaired)  # repairs are before the end, and change the length
         return Salvaged([d for d in decoded if d is not None], damage, end)
     return None
 
 
-def _values(text: bytes) -> tuple[list[bytes], int | None] | None:
-    """The texts of the values in `a, b, c`, and the byte of a `]` that ends the list; None if malformed."""
+def _before_break(text: bytes, decode: Callable[[bytes], T | None], at_end: bool) -> Salvaged[T]:
+    """The elements before the place where `text` is broken beyond repair, and whether it breaks off there."""
+    values, stop = _values(text)
+    try:
+        events = [d for v in values if (d := decode(v)) is not None]
+    except msgspec.DecodeError:
+        events, stop = [], 0
+    problem = _problem(text[stop:])
+    damage = [problem._replace(offset=stop + problem.offset)]
+    end = _end_behind(text) if at_end else None
+    return Salvaged(events, damage, end, stop if at_end and end is None else None)
+
+
+def _values(text: bytes) -> tuple[list[bytes], int]:
+    """The texts of the values in `a, b, c`, and where they stop: at the end, at a `]`, or before malformed text."""
     characters = text.decode("latin-1")
     parser = json.JSONDecoder(strict=False)
     values: list[bytes] = []
-    position = 0
-    while True:
-        position += len(characters) - position - len(characters[position:].lstrip(_WHITE + ","))
-        if position == len(characters):
-            return values, None
-        if characters[position] == "]":
-            return values, position
+    position = _next(characters, 0)
+    while position < len(characters) and characters[position] != "]":
         try:
             _, end = parser.raw_decode(characters, position)
         except (json.JSONDecodeError, RecursionError):
-            return None
+            break
         values.append(text[position:end])
-        position = end
+        position = _next(characters, end)
+    return values, position
+
+
+def _next(characters: str, position: int) -> int:
+    match = _BETWEEN.match(characters, position)
+    return match.end() if match else position
 
 
 def _end_behind(text: bytes) -> int | None:
     """Where the array ends behind a broken element: the first `]` behind which a whole rest of an object stands."""
     for m in _ARRAY_END.finditer(text):
+        rest = text[m.start(1) :]
         try:
-            msgspec.json.decode(b'{"":[' + text[m.start() :], type=dict[str, msgspec.Raw])
+            if rest.strip() != b"]":
+                msgspec.json.decode(b'{"":[' + rest, type=dict[str, msgspec.Raw])
         except msgspec.DecodeError:
             continue
-        return m.start()
+        return m.start(1)
     return None
 
 

@@ -1,8 +1,8 @@
 """The right answers: per kernel, what caused its time, and what a correct analysis must find in the files.
 
 `truth/kernels.parquet` has one row per device activity in the capture windows (`COLUMNS`), joined to a trace by
-(rank, correlation); `truth/dispatches.parquet` tells which kernel each row of the counter files is; `truth/truth.json` tells the
-configuration, the ranks and their files. Times are ns on the clock of the rank's host.
+(rank, correlation); `truth/dispatches.parquet` tells which kernel each row of the counter files is;
+`truth/truth.json` tells the configuration, the ranks and their files. Times are ns on the clock of the rank's host.
 """
 
 from __future__ import annotations

@@ -17,3 +17,7 @@ class NotFound(ChopperError):
 
 class InvalidSelection(ChopperError):
     """A `by` or `where` that names no column, or a value of the wrong type."""
+
+
+class Unwritable(ChopperError):
+    """A file that cannot be written where it was asked for."""

@@ -6,7 +6,6 @@ import gzip
 import json
 from collections import Counter, defaultdict
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,8 +15,8 @@ import pytest
 from tb_chopper.backend import schema
 from tb_chopper.backend.attribution import attribute, autograd, scopes
 from tb_chopper.backend.readers import kineto
+from tests.conftest import DATA
 
-DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
 FILES = sorted(str(p.relative_to(DATA / "traces")) for p in (DATA / "traces").glob("*/*.gz")) if DATA.is_dir() else []
 ONE_PER_RUN = [f for f in FILES if "rank0" in f or "worker0" in f or f.startswith("ads")]
 OPERATORS, CALLS = ("cpu_op", "Operator"), ("cuda_runtime", "cuda_driver", "Runtime")
@@ -90,6 +89,21 @@ def test_every_row_has_a_step_an_operation_and_a_reason(file: str) -> None:
     for row in steps.itertuples():
         assert row.n_kernels == counted.get(row.step, 0)
     assert steps["step"].is_unique and steps["start_ns"].is_monotonic_increasing
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_rows_belong_to_the_profiler_step_around_their_launch(file: str) -> None:
+    _, kernels, _ = ours(file)
+    shift, marks = base(file), {}
+    for e in raw(file):
+        if str(e["name"]).startswith("ProfilerStep#") and e.get("ph") == "X" and "gpu" not in e["cat"]:
+            start = ns(e) + shift
+            marks[int(e["name"].split("#")[1])] = start, start + round(float(e["dur"]) * 1000)
+    if not marks:
+        pytest.skip("no ProfilerStep in this file")
+    for launch, step in zip(kernels["launch_ns"], kernels["step"], strict=True):
+        around = [] if pd.isna(launch) else [s for s, (a, b) in marks.items() if a <= launch < b]
+        assert around == ([] if pd.isna(step) else [step])
 
 
 @pytest.mark.parametrize("file", FILES)

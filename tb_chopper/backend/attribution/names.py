@@ -114,7 +114,7 @@ def _fsdp1(match: re.Match[str]) -> Meaning:
 
 
 def _wrapper(phase: int = NO_PHASE) -> Callable[[re.Match[str]], Meaning]:
-    return lambda match: Meaning(Role.WRAPPER, match[0], phase)
+    return lambda match: Meaning(Role.WRAPPER, match.string, phase)
 
 
 def _module(match: re.Match[str]) -> Meaning:

@@ -37,11 +37,8 @@ class Windows:
 
     def at(self, time_ns: Int) -> Index:
         """Position of the step that runs at each time, the one that began last of several; -1 outside."""
-        zeros = np.zeros(len(self), np.int64)
-        # Sorted by start already, so nodes are positions.
-        nested = tree.build(zeros, self.start_ns, self.end_ns)
-        return nested.row[nested.locate(np.zeros(len(time_ns), np.int64), time_ns)] if len(self) else \
-            np.full(len(time_ns), OUTSIDE)
+        nested = tree.build(np.zeros(len(self), np.int64), self.start_ns, self.end_ns)
+        return tree.take(nested.row, nested.locate(np.zeros(len(time_ns), np.int64), time_ns))
 
 
 def find(host: pd.DataFrame, scopes: Scopes) -> tuple[Windows, list[Finding]]:

@@ -12,12 +12,15 @@ import pandas as pd
 
 from tb_chopper.backend import capture as captures
 from tb_chopper.backend import hardware, logdir, schema
+from tb_chopper.backend.alignment.telemetry import RunTelemetry, with_clocks
+from tb_chopper.backend.alignment.telemetry import join as join_telemetry
 from tb_chopper.backend.capture import Capture, Progress
 from tb_chopper.backend.errors import NotFound, UnreadableFile
 from tb_chopper.backend.findings import Finding, by_severity
 from tb_chopper.backend.hardware import Hardware
-from tb_chopper.backend.metrics import efficiency, launch, overlap, throughput, timeline
+from tb_chopper.backend.metrics import cpu, efficiency, frequency, launch, overlap, power, throughput, timeline
 from tb_chopper.backend.metrics.grouping import By, Where
+from tb_chopper.backend.readers import telemetry_logs
 
 if TYPE_CHECKING:
     from tb_chopper.backend.views.view import View
@@ -73,10 +76,27 @@ class Run:
         return self._numbered([c.steps for c in self.captures], schema.STEPS)
 
     @cached_property
+    def telemetry(self) -> RunTelemetry:
+        """Clocks, power and CPU use sampled during the run, on the clock of its traces; empty tables where there
+        is no log."""
+        logs, failed = [], []
+        for file in self.files.telemetry:
+            try:
+                logs.append(telemetry_logs.read(file.path))
+            except UnreadableFile as error:
+                failed.append(Finding("unreadable_telemetry", "error", str(error), file=file.path.name))
+        sidecars = {int(c): self._capture_of(f).sidecar
+                    for c, f in zip(self.workers["capture"], self.workers["file"], strict=True)}
+        joined = join_telemetry(logs, self.workers, {c: s for c, s in sidecars.items() if s})
+        joined.findings[:0] = failed
+        return joined
+
+    @cached_property
     def findings(self) -> list[Finding]:
         """What is to be known about the data of this run, the worst first."""
         captures, failed = self._load()
-        return by_severity([*failed, *(f for c in captures for f in c.findings), *_rank_findings(self.workers)])
+        return by_severity([*failed, *(f for c in captures for f in c.findings), *_rank_findings(self.workers),
+                            *self.telemetry.findings])
 
     # -- metrics: definitions in docs/metrics.md -------------------------------------------------------------------
 
@@ -100,6 +120,19 @@ class Run:
         """Preparation and call overhead of launches; see metrics.launch.launch_overhead."""
         return launch.launch_overhead(self.kernels, by, where, scope)
 
+    def frequency(self, by: By = "operation", where: Where = None) -> pd.DataFrame:
+        """Clock, power, energy and time lost to the clock; see metrics.frequency.frequency."""
+        peaks = {gpu: found.f_peak_mhz for gpu, found in self.hardware.items() if found}
+        return frequency.frequency(self._clocked_kernels, self.steps, self.telemetry.samples, by, where, peaks or None)
+
+    def power(self, by: By = "gpu", where: Where = None) -> pd.DataFrame:
+        """Mean power and energy; see metrics.power.power."""
+        return power.power(self.kernels, self.steps, self.telemetry.samples, by, where)
+
+    def cpu_utilization(self) -> pd.DataFrame:
+        """Active cores against the lower bound, one row per sample; see metrics.cpu.cpu_utilization."""
+        return cpu.cpu_utilization(self.telemetry.cpu, self.telemetry.cores)
+
     def throughput(self) -> pd.DataFrame:
         """Iteration time, tokens/s and steps/s per GPU and of the run; see metrics.throughput.throughput."""
         return throughput.throughput(self.steps, self._told_to_handler("tokens_per_step"))
@@ -115,6 +148,13 @@ class Run:
         gpus = self.workers.drop_duplicates("gpu")
         return {int(gpu): None if pd.isna(name) else hardware.find(name)
                 for gpu, name in zip(gpus["gpu"], gpus["gpu_name"].astype(object), strict=True)}
+
+    @cached_property
+    def _clocked_kernels(self) -> pd.DataFrame:
+        return with_clocks(self.kernels, self.telemetry.samples)
+
+    def _capture_of(self, file: str) -> Capture:
+        return next(c for c in self.captures if c.file.path.name == file)
 
     def _told_to_handler(self, key: str) -> dict[int, Any]:
         """A value that the user gave to the trace handler, by `gpu`, where it was given."""

@@ -112,7 +112,7 @@ def server(logs: Path) -> Server:
     return Server(logs)
 
 
-# ---- loading ---------------------------------------------------------------------------------------------------------
+# ---- loading --------------------------------------------------------------------------------------------------------
 
 
 def test_import_is_light() -> None:
@@ -162,7 +162,7 @@ def test_active_once_a_run_is_there(tmp_path: Path) -> None:
     assert server.plugin.is_active()
 
 
-# ---- static files ----------------------------------------------------------------------------------------------------
+# ---- static files ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["index.js", "style.css", "table.js"])
@@ -177,8 +177,8 @@ def test_static_files(server: Server, name: str) -> None:
     "path",
     [
         "../plugin.py", "..%2fplugin.py", "%2e%2e/plugin.py", "....//plugin.py", "/etc/passwd", "//etc/passwd",
-        "static/../../plugin.py", "..\\plugin.py", "%5c..%5cplugin.py", "index.js/../../plugin.py", "index.js%00.css", "",
-        ".", "..", "missing.js", "../../tests/builders.py",
+        "static/../../plugin.py", "..\\plugin.py", "%5c..%5cplugin.py", "index.js/../../plugin.py", "index.js%00.css",
+        "", ".", "..", "missing.js", "../../tests/builders.py",
     ],
 )  # fmt: skip
 def test_static_files_stay_inside(server: Server, path: str) -> None:
@@ -199,7 +199,7 @@ def test_answers_are_gzipped_when_asked(server: Server) -> None:
     assert reply.headers["Content-Encoding"] == "gzip"
 
 
-# ---- errors ----------------------------------------------------------------------------------------------------------
+# ---- errors ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -269,7 +269,7 @@ def test_bad_files_leave_the_others_alone(tmp_path: Path) -> None:
     assert any(f["severity"] == "error" and f["file"] == "broken.pt.trace.json.gz" for f in value["findings"])
 
 
-# ---- numbers ---------------------------------------------------------------------------------------------------------
+# ---- numbers --------------------------------------------------------------------------------------------------------
 
 
 def figures_of(value: Any) -> dict[str, float]:
@@ -337,7 +337,7 @@ def test_names_are_text(server: Server) -> None:
     assert max(map(len, ticks)) < 100
 
 
-# ---- change ----------------------------------------------------------------------------------------------------------
+# ---- change ---------------------------------------------------------------------------------------------------------
 
 
 def test_new_runs_spans_and_removal_without_a_restart(tmp_path: Path) -> None:
@@ -397,7 +397,7 @@ def test_split_logdir(logdir_: str, spec: str, roots: dict[str, str]) -> None:
     assert run_store.split_logdir(logdir_, spec) == roots
 
 
-# ---- long reads ------------------------------------------------------------------------------------------------------
+# ---- long reads -----------------------------------------------------------------------------------------------------
 
 
 def test_a_long_read_reports_progress_and_blocks_nobody(tmp_path: Path) -> None:

@@ -14,7 +14,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tb_chopper.backend.readers import telemetry
+from tb_chopper.backend.readers import telemetry_logs
+from tb_chopper.backend.readers.telemetry import to_realtime
 from torch_ext import owners, sampling, telemetry_format
 from torch_ext.telemetry_log import Log
 
@@ -92,7 +93,7 @@ def test_cpu_values_agree_with_proc_stat(folder):
             pass
         after, t1 = proc_stat_busy(), time.monotonic_ns()
         time.sleep(0.5)
-    log = telemetry.read(log_of(folder))
+    log = telemetry_logs.read(log_of(folder))
     cpu = log.cpu[(log.cpu["monotonic_ns"] > t0) & (log.cpu["monotonic_ns"] < t1)]
     times = np.sort(cpu["monotonic_ns"].unique())
     assert len(times) >= 6
@@ -109,8 +110,8 @@ def test_times_are_those_of_the_clocks(folder):
         wait_for(holds(folder, "\nclock,"))
         time.sleep(1.2)
         now, monotonic = time.time_ns(), time.monotonic_ns()
-    log = telemetry.read(log_of(folder))
-    at = telemetry.to_realtime(np.array([monotonic]), log.clocks["monotonic_ns"].to_numpy(),
+    log = telemetry_logs.read(log_of(folder))
+    at = to_realtime(np.array([monotonic]), log.clocks["monotonic_ns"].to_numpy(),
                                log.clocks["realtime_ns"].to_numpy())
     assert abs(int(at[0]) - now) < 2_000_000
     assert (log.clocks["uncertainty_ns"] < 5_000_000).all() and "telemetry_no_end" not in {f.code for f in log.findings}
@@ -144,7 +145,7 @@ def test_ends_with_a_killed_training(folder):
     training.send_signal(signal.SIGKILL)
     training.communicate()
     wait_for(holds(folder, "\nstop,"))
-    assert not telemetry.read(log_of(folder)).cpu.empty
+    assert not telemetry_logs.read(log_of(folder)).cpu.empty
 
 
 def test_killed_sampler_leaves_a_readable_log_and_the_training(folder):
@@ -154,7 +155,7 @@ def test_killed_sampler_leaves_a_readable_log_and_the_training(folder):
     time.sleep(0.7)
     os.kill(sampler, signal.SIGKILL)
     wait_for(lambda: not is_sampled(folder))
-    log = telemetry.read(log_of(folder))
+    log = telemetry_logs.read(log_of(folder))
     assert "telemetry_no_end" in {f.code for f in log.findings} and len(log.clocks)
     assert training.poll() is None
     # The next one that asks gets a new sampler, which goes on in the same file.
@@ -162,7 +163,7 @@ def test_killed_sampler_leaves_a_readable_log_and_the_training(folder):
         wait_for(lambda: log_of(folder).read_text().count("\nstart,") == 2)
     training.kill()
     training.communicate()
-    assert telemetry.read(log_of(folder)).clocks["session"].nunique() == 2
+    assert telemetry_logs.read(log_of(folder)).clocks["session"].nunique() == 2
 
 
 def test_same_training_starts_and_stops_again(folder):
@@ -214,11 +215,11 @@ def test_every_cut_of_a_log_is_readable(tmp_path, folder):
         time.sleep(0.8)
     whole = log_of(folder).read_bytes()
     first_clock = whole.index(b"\n", whole.index(b"\nclock,") + 1) + 1
-    full = telemetry.read(log_of(folder)).cpu
+    full = telemetry_logs.read(log_of(folder)).cpu
     cut = tmp_path / "cut.telemetry.csv"
     for n in {*range(first_clock, first_clock + 400, 23), len(whole) - 1}:
         cut.write_bytes(whole[:n])
-        cpu = telemetry.read(cut).cpu
+        cpu = telemetry_logs.read(cut).cpu
         # Times move by less than the clocks drift when pairs are missing; the values are the same.
         assert (cpu[["monotonic_ns", "cpu", "busy_pct"]].to_numpy()
                 == full[["monotonic_ns", "cpu", "busy_pct"]].to_numpy()[:len(cpu)]).all(), n
@@ -250,12 +251,12 @@ def test_full_disk(tmp_path):
         """
         training = run_python(script, disk, stdin=subprocess.PIPE)
         assert training.stdout.readline() == "full\n"
-        assert len(telemetry.read(disk / "h.telemetry.csv").clocks) > 50
+        assert len(telemetry_logs.read(disk / "h.telemetry.csv").clocks) > 50
         ballast.unlink()
         out, err = training.communicate("\n", timeout=20)
         assert (out, training.returncode) == ("done\n", 0)
         assert err.count("\n") == 1 and "the training goes on" in err and "No space left" in err
-        log = telemetry.read(disk / "h.telemetry.csv")
+        log = telemetry_logs.read(disk / "h.telemetry.csv")
         assert any("records were lost" in f.message for f in log.findings)
         assert list(log.clocks["realtime_ns"].tail(5)) == [10**18 + i for i in range(5)]
     finally:
@@ -268,7 +269,7 @@ def test_log_that_ends_in_half_a_line_goes_on_with_a_new_one(tmp_path):
     log = Log(path)
     log.add(telemetry_format.line("clock", 3, 4, realtime_ns=10**18 + 2))
     log.close()
-    read = telemetry.read(path)
+    read = telemetry_logs.read(path)
     assert list(read.clocks["monotonic_ns"]) == [1, 3]
     assert [f.count for f in read.findings if f.code == "telemetry_cut"] == [1]
 

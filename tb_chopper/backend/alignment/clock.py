@@ -51,9 +51,10 @@ NONE = Correction(0, 0.0, 0, 0, 0, False)
 
 def sidecar_pairs(sidecars: Iterable[Mapping[str, Any]], host: str | None) -> pd.DataFrame:
     """The clock pairs (CLOCKS) of the sidecars of one host."""
-    rows = [dict(pair) for s in sidecars for pair in s.get("clocks", [])]
-    frame = pd.DataFrame(rows, columns=["where", "realtime_ns", "monotonic_ns", "boottime_ns", "uncertainty_ns"])
-    frame["boottime_ns"] = frame["boottime_ns"].fillna(schema.MISSING)
+    names = ("realtime_ns", "monotonic_ns", "boottime_ns", "uncertainty_ns")
+    pairs = (pair for s in sidecars for pair in s.get("clocks", []))
+    rows = [[schema.MISSING if pair[n] is None else pair[n] for n in names] for pair in pairs]
+    frame = pd.DataFrame(rows, columns=list(names), dtype="int64")
     return schema.conform(frame.assign(host=host, session=-1), schema.CLOCKS)
 
 

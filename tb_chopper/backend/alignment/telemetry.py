@@ -60,7 +60,7 @@ def join(logs: Sequence[TelemetryLog], workers: pd.DataFrame, sidecars: Sidecars
         samples.append(placed)
         cpus.append(_moved(log.cpu, fit))
         cores.append(log.cores)
-        clocks.append((host, log.path.name, fit.offset_ns / 1000, fit.drift_ppm, fit.residual_ns / 1000, fit.n_pairs,
+        clocks.append((host, log.name, fit.offset_ns / 1000, fit.drift_ppm, fit.residual_ns / 1000, fit.n_pairs,
                        fit.known))
     return RunTelemetry(
         _merged(samples), _concat(cpus, schema.CPU), _concat(cores, schema.CPU_CORES).drop_duplicates(["host", "cpu"]),
@@ -99,7 +99,7 @@ _NOWHERE = "\x00nowhere"
 
 
 def _finding(log: TelemetryLog, code: str, severity: Severity, text: str, count: int = 1) -> Finding:
-    return Finding(code, severity, f"{log.path.name}: {text}", count, log.path.name)
+    return Finding(code, severity, f"{log.name}: {text}", count, log.name)
 
 
 def _host(log: TelemetryLog, workers: pd.DataFrame) -> tuple[str | None, list[Finding]]:

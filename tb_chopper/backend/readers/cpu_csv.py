@@ -3,8 +3,6 @@ command lines of processes, which such tables may hold, are not read."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pandas as pd
 
@@ -22,17 +20,17 @@ def recognises(head: str) -> bool:
     return any(_is_header(text_table.split(line)) for line in head.splitlines())
 
 
-def read(path: Path, base: TimeBase) -> tuple[pd.DataFrame, str, list[Finding]]:
+def read(content: bytes, file: str, base: TimeBase) -> tuple[pd.DataFrame, str, list[Finding]]:
     """The CPU table, the origin of its times, and findings. Raises UnreadableFile."""
-    table = text_table.comma_separated(path, _is_header)
+    table = text_table.comma_separated(content, file, _is_header)
     names = {plain(h): h for h in reversed(table.rows.columns)}
     time = next(names[n] for n in TIMES if n in names)
     cpu = pd.to_numeric(table.rows[names["cpu"]], errors="coerce")
     busy = pd.to_numeric(table.rows[next(names[n] for n in BUSY if n in names)], errors="coerce")
-    times = log_times.parse(table.rows[time], log_times.unit_in(time), base, path.name)
+    times = log_times.parse(table.rows[time], log_times.unit_in(time), base, file)
     good = cpu.notna().to_numpy() & busy.notna().to_numpy() & (times.t_ns >= 0)
     if not good.any():
-        raise UnreadableFile(f"{path}: no row with a time, a CPU and its use")
+        raise UnreadableFile(f"{file}: no row with a time, a CPU and its use")
     rows = pd.DataFrame({"t_ns": times.t_ns[good], "cpu": cpu[good].astype("int64"), "busy_pct": busy[good]})
     return schema.conform(_busy_only(rows), schema.CPU), times.origin, times.findings
 

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pandas as pd
 
 from tb_chopper.backend.errors import UnreadableFile
@@ -20,9 +18,9 @@ def recognises(head: str) -> bool:
     return first.startswith("#") and "gpu" in first.replace("#", " ").split() and "," not in first
 
 
-def read(path: Path, base: TimeBase) -> Interpreted:
+def read(content: bytes, file: str, base: TimeBase) -> Interpreted:
     """Raises UnreadableFile, in one line, where nothing can be used or the log has no time."""
-    lines, _ = text_table.lines(path)
+    lines, _ = text_table.lines(content, file)
     names: list[str] = []
     rows: list[list[str]] = []
     for line in lines:
@@ -32,9 +30,9 @@ def read(path: Path, base: TimeBase) -> Interpreted:
         elif names and len(fields) == len(names):
             rows.append(fields)
     if not rows:
-        raise UnreadableFile(f"{path}: no whole row below a header")
+        raise UnreadableFile(f"{file}: no whole row below a header")
     frame = pd.DataFrame(rows, columns=names, dtype=object)
     time = log_times.joined(frame["date"], frame["time"]) if {"date", "time"} <= {*names} else None
     if time is None:
         frame = frame.drop(columns=[c for c in ("time", "date") if c in frame])
-    return interpret(frame, SOURCE, base, path.name, time)
+    return interpret(frame, SOURCE, base, file, time)

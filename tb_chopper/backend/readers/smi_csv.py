@@ -7,8 +7,6 @@ headers, lists with commas in a field, rows shorter than the header, a cut last 
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from tb_chopper.backend.findings import Finding
 from tb_chopper.backend.readers import smi_columns, text_table
 from tb_chopper.backend.readers.log_times import TimeBase
@@ -19,12 +17,12 @@ def recognises(head: str) -> bool:
     return any(smi_columns.is_header(text_table.split(line)) for line in head.splitlines())
 
 
-def read(path: Path, base: TimeBase) -> Interpreted:
+def read(content: bytes, file: str, base: TimeBase) -> Interpreted:
     """Raises UnreadableFile, in one line, where nothing can be used or its times mean nothing."""
-    table = text_table.comma_separated(path, smi_columns.is_header)
-    read = smi_columns.interpret(table.rows, _source(list(table.rows.columns)), base, path.name)
+    table = text_table.comma_separated(content, file, smi_columns.is_header)
+    read = smi_columns.interpret(table.rows, _source(list(table.rows.columns)), base, file)
     if table.cut:
-        read.findings.append(Finding("telemetry_cut", "info", f"{path.name}: an incomplete last line was left out"))
+        read.findings.append(Finding("telemetry_cut", "info", f"{file}: an incomplete last line was left out"))
     return read
 
 

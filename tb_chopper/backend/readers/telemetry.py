@@ -7,7 +7,6 @@ Times are CLOCK_MONOTONIC in the file; each sampler's own clock pairs turn them 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -26,31 +25,27 @@ MEASURES = tuple(c.name for c in schema.TELEMETRY if c.dtype == "float64")
 _INTEGER = r"^-?[0-8]?[0-9]{1,18}$"
 
 
-def read(path: Path) -> TelemetryLog:
-    """Read a sampler's log. Raises UnreadableFile, in one line, for a file without a header or a whole record."""
-    records, dropped = _records(path)
+def read(content: bytes, file: str) -> TelemetryLog:
+    """A sampler's log; `file` is its name. Raises UnreadableFile, in one line, where no whole record is left."""
+    records, dropped = _records(content, file)
     session = np.cumsum(records["record"].to_numpy() == "start") - 1
     records = records.assign(session=np.maximum(session, 0))
-    host = _host(path, records)
+    host = _host(file, records)
     clocks = _clocks(records, host)
-    findings = _damage(path, dropped) + _notes(path, records) + _ends(path, records)
+    findings = _damage(file, dropped) + _notes(file, records) + _ends(file, records)
     if len(clocks) == 0:
-        raise UnreadableFile(f"{path}: no whole clock record, so its times mean nothing: the sampler was killed early")
-    samples, found = telemetry_checks.check(_samples(records, clocks, host), path.name)
-    return TelemetryLog(path, samples, _gpus(records, host), _cpu(records, clocks, host), _cores(records, host),
-                        clocks, "monotonic", [f.at(path.name) for f in (*findings, *found)])
+        raise UnreadableFile(f"{file}: no whole clock record, so its times mean nothing: the sampler was killed early")
+    samples, found = telemetry_checks.check(_samples(records, clocks, host), file)
+    return TelemetryLog(file, samples, _gpus(records, host), _cpu(records, clocks, host), _cores(records, host),
+                        clocks, "monotonic", [f.at(file) for f in (*findings, *found)])
 
 
-def _records(path: Path) -> tuple[pd.DataFrame, int]:
+def _records(content: bytes, file: str) -> tuple[pd.DataFrame, int]:
     """Every whole line as strings, columns by name, and how many lines were not whole."""
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise UnreadableFile(f"{path}: cannot be read: {error.strerror or error}") from error
     head, newline, _ = content.partition(b"\n")
     names = head.decode("utf-8", "replace").split(",")
     if not newline or names[:3] != ["record", "before_ns", "after_ns"]:
-        raise UnreadableFile(f"{path}: line 1: not the header of a telemetry log")
+        raise UnreadableFile(f"{file}: line 1: not the header of a telemetry log")
     body, _, cut = content[len(head) + 1:].rpartition(b"\n")
     dropped = int(bool(cut))
 
@@ -60,7 +55,7 @@ def _records(path: Path) -> tuple[pd.DataFrame, int]:
         return "skip"
 
     if not body:
-        raise UnreadableFile(f"{path}: no whole record: the sampler was killed as it began, or the disk was full")
+        raise UnreadableFile(f"{file}: no whole record: the sampler was killed as it began, or the disk was full")
     body = body.replace(b"\x00", b"")
     table = pacsv.read_csv(
         pa.BufferReader(body + b"\n"),
@@ -74,7 +69,7 @@ def _records(path: Path) -> tuple[pd.DataFrame, int]:
     dropped += table.num_rows - pc.sum(pc.or_(timed, headers)).as_py() if table.num_rows else 0
     whole = table.filter(timed)
     if whole.num_rows == 0:
-        raise UnreadableFile(f"{path}: no whole record")
+        raise UnreadableFile(f"{file}: no whole record")
     frame = pd.DataFrame({name: whole[name].to_numpy(zero_copy_only=False) for name in names})
     return frame.assign(before_ns=_integers(frame["before_ns"]), after_ns=_integers(frame["after_ns"])), dropped
 
@@ -96,9 +91,9 @@ def _kind(records: pd.DataFrame, kind: str) -> pd.DataFrame:
     return rows.reindex(columns=[*telemetry_format.NAMES, "session"], fill_value="")
 
 
-def _host(path: Path, records: pd.DataFrame) -> str:
+def _host(file: str, records: pd.DataFrame) -> str:
     named = _kind(records, "start")["text"]
-    return str(named.iloc[0]) if len(named) and named.iloc[0] else path.name.removesuffix(telemetry_format.SUFFIX)
+    return str(named.iloc[0]) if len(named) and named.iloc[0] else file.removesuffix(telemetry_format.SUFFIX)
 
 
 def _clocks(records: pd.DataFrame, host: str) -> pd.DataFrame:
@@ -186,24 +181,24 @@ def _pairs(texts: pd.Series, value: str) -> pd.DataFrame:
     return found.astype({"row": "int64", "cpu": "int64"}).drop_duplicates(["row", "cpu"])
 
 
-def _damage(path: Path, dropped: int) -> list[Finding]:
+def _damage(file: str, dropped: int) -> list[Finding]:
     if not dropped:
         return []
-    return [Finding("telemetry_cut", "info", f"{path.name}: {dropped} incomplete {_plural('line', dropped)} left out: "
+    return [Finding("telemetry_cut", "info", f"{file}: {dropped} incomplete {_plural('line', dropped)} left out: "
                     "the sampler was killed or the disk was full", dropped)]
 
 
-def _notes(path: Path, records: pd.DataFrame) -> list[Finding]:
+def _notes(file: str, records: pd.DataFrame) -> list[Finding]:
     notes: Iterable[str] = dict.fromkeys(_kind(records, "note")["text"])
-    return [Finding("telemetry_note", "info", f"{path.name}: {text}") for text in notes if text]
+    return [Finding("telemetry_note", "info", f"{file}: {text}") for text in notes if text]
 
 
-def _ends(path: Path, records: pd.DataFrame) -> list[Finding]:
+def _ends(file: str, records: pd.DataFrame) -> list[Finding]:
     """A sampler that did not write its `stop` was killed, or still runs."""
     starts, stops = (int((records["record"] == kind).sum()) for kind in ("start", "stop"))
     if stops >= starts:
         return []
-    return [Finding("telemetry_no_end", "info", f"{path.name}: the sampler was killed or still runs: the log may end "
+    return [Finding("telemetry_no_end", "info", f"{file}: the sampler was killed or still runs: the log may end "
                     "before the training does")]
 
 

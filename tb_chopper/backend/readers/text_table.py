@@ -6,7 +6,6 @@ import csv
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import pandas as pd
 
@@ -25,25 +24,26 @@ class TextTable:
     cut: bool
 
 
-def lines(path: Path) -> tuple[list[str], bool]:
-    """The whole lines of a text file, and whether a last one without an end was left out. Raises UnreadableFile."""
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise UnreadableFile(f"{path}: cannot be read: {error.strerror or error}") from error
-    if not content.strip():
-        raise UnreadableFile(f"{path}: the file is empty: the tool was stopped before it wrote anything")
+def decoded(content: bytes) -> str:
+    """UTF-8, or the UTF-16 that a redirect under Windows writes; line ends as line feeds."""
     text = content.decode("utf-16" if content[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8-sig", "replace")
-    found = text.replace("\r\n", "\n").replace("\x00", "").split("\n")
+    return text.replace("\r\n", "\n").replace("\x00", "")
+
+
+def lines(content: bytes, file: str) -> tuple[list[str], bool]:
+    """The whole lines of a text, and whether a last one without an end was left out. Raises UnreadableFile."""
+    if not content.strip():
+        raise UnreadableFile(f"{file}: the file is empty: the tool was stopped before it wrote anything")
+    found = decoded(content).split("\n")
     last = found.pop()
     return found, bool(last.strip())
 
 
-def comma_separated(path: Path, is_header: Callable[[Sequence[str]], bool]) -> TextTable:
+def comma_separated(content: bytes, file: str, is_header: Callable[[Sequence[str]], bool]) -> TextTable:
     """A CSV file. Lines before the first header are a preamble; a header that comes again is skipped, one with other
     names starts a new table whose rows are put below. Rows may be shorter than the header; commas inside `[...]`
     separate the entries of one value. Raises UnreadableFile where there is no header."""
-    found, cut = lines(path)
+    found, cut = lines(content, file)
     parts: list[tuple[list[str], list[list[str]]]] = []
     skipped = 0
     for line in found:
@@ -57,11 +57,11 @@ def comma_separated(path: Path, is_header: Callable[[Sequence[str]], bool]) -> T
         else:
             skipped += bool(line.strip())
     if not parts:
-        raise UnreadableFile(f"{path}: no header with a column for the time or the GPU")
+        raise UnreadableFile(f"{file}: no header with a column for the time or the GPU")
     frames = [pd.DataFrame([r + [""] * (len(names) - len(r)) for r in rows], columns=names, dtype=object)
               for names, rows in parts if rows]
     if not frames:
-        raise UnreadableFile(f"{path}: no row below the header")
+        raise UnreadableFile(f"{file}: no row below the header")
     return TextTable(pd.concat(frames, ignore_index=True).fillna(""), skipped, cut)
 
 

@@ -6,6 +6,7 @@ backward nodes to the forward operators they belong to. The rules in plain words
     launches   which call launched a row          autograd   which forward operator a backward node belongs to
     scopes     host events as a tree of meanings  layers     which layer a scope belongs to
     names      what a name means                  operations what the row's work is called
+    places     phase, layer and operation of a scope, and why: reasons
     steps      training steps                     standin    CPU operators where there is no GPU
 """
 
@@ -19,21 +20,13 @@ import numpy as np
 import pandas as pd
 
 from tb_chopper.backend import classify, schema
-from tb_chopper.backend.attribution import launches, operations, places, rows, scopes, standin, steps
+from tb_chopper.backend.attribution import launches, operations, places, reasons, rows, scopes, standin, steps
 from tb_chopper.backend.attribution.places import Places
 from tb_chopper.backend.attribution.rows import Rows
 from tb_chopper.backend.attribution.scopes import Scopes
 from tb_chopper.backend.attribution.steps import Windows
 from tb_chopper.backend.attribution.tree import Index, Mask, take
 from tb_chopper.backend.findings import Finding
-
-EXTERNAL_ID = "external id"
-GRAPH = "graph replay"
-LAUNCH_ONLY = "launch call only"
-ISSUE_ORDER = "issue order"
-TIME = "time"
-NOTHING = "nothing"
-BEFORE = "no launch in capture"
 
 METRIC_COLUMNS = ("overlap_ns", "prep_ns", "call_ns", "call_under_communication_ns", "graph_ns", "unattributed_ns")
 CALLER_COLUMNS = ("gpu", "worker", "span", "capture")
@@ -146,13 +139,12 @@ def _operation(row: Rows, place: Places, is_communication: Mask, cpu_op: pd.Cate
 
 def _how(row: Rows, place: Places, launch_name: pd.Categorical) -> pd.Categorical:
     how = place.how.copy()
-    how[(row.launch >= 0) & (row.node < 0)] = LAUNCH_ONLY
-    how[_is_graph(launch_name)] = GRAPH
-    how[row.by_external_id] = EXTERNAL_ID
-    how[row.by_issue & (row.node >= 0)] = ISSUE_ORDER
-    how[(how == "") | (how == None)] = NOTHING  # noqa: E711
-    how[row.is_lost] = TIME
-    how[~row.is_timed & ~row.is_lost] = BEFORE
+    how[(row.launch >= 0) & (row.node < 0)] = reasons.LAUNCH_ONLY
+    how[_is_graph(launch_name)] = reasons.GRAPH
+    how[row.by_external_id] = reasons.EXTERNAL_ID
+    how[row.by_issue & (row.node >= 0)] = reasons.ISSUE_ORDER
+    how[row.is_lost] = reasons.TIME
+    how[~row.is_timed & ~row.is_lost] = reasons.BEFORE
     return pd.Categorical(how)
 
 

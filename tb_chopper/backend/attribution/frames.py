@@ -79,9 +79,9 @@ class _Modules:
         label = [m.label for m in scopes.meanings]
         classes = [re.sub(r"_\d+$", "", name) for name in label]
         inside: dict[int, dict[str, dict[int, int]]] = {}
-        pairs = np.stack((take(scopes.meaning, outer), scopes.meaning[frame]), axis=1)
-        _, first = np.unique(pairs, axis=0, return_index=True)
-        for above, mine in pairs[np.sort(first)].tolist():
+        pair = take(scopes.meaning, outer) * len(label) + scopes.meaning[frame]
+        _, first = np.unique(pair, return_index=True)
+        for above, mine in (divmod(p, len(label)) for p in pair[np.sort(first)].tolist()):
             if above >= 0:
                 group = inside.setdefault(above, {}).setdefault(classes[mine], {})
                 group.setdefault(mine, len(group))

@@ -66,7 +66,7 @@ def calls(host: pd.DataFrame) -> Index:
     return np.flatnonzero(is_call & is_launch[host["name"].cat.codes.to_numpy()])
 
 
-_LAUNCH = re.compile(r"^(cuda|cu|hip)(Ext)?(Module)?(Launch|GraphLaunch)")
+_LAUNCH = re.compile(r"^(cuda|cu|hip)(Ext)?(Module)?(Launch(?!Host)|GraphLaunch)")
 
 
 def without_row(launch_calls: Index, used: Index) -> list[Finding]:

@@ -42,14 +42,13 @@ def find(scopes: Scopes, modules: Sequence[str] = ()) -> Layers:
             break
     else:
         return Layers(np.full(len(scopes.role), NOT_A_SCOPE, np.intp), [], None)
-    numbered = _by_number(index)
+    numbered = _by_number(index) if source in (Role.LAYER, Role.FRAME) else {}
+    of_meaning = np.full(len(scopes.meanings), NO_LAYER, np.intp)
     for i, meaning in enumerate(scopes.meanings):
-        if meaning.role != Role.FSDP2:
-            continue
-        layer = names.get(meaning.fqn or "")
-        if source in (Role.LAYER, Role.FRAME) and layer is not None:
-            layer = numbered.get(_number(layer), layer)
-        code[scopes.meaning == i] = NO_LAYER if layer is None else index.setdefault(layer, len(index))
+        layer = names.get(meaning.fqn or "") if meaning.role == Role.FSDP2 else None
+        if layer is not None:
+            of_meaning[i] = index.setdefault(numbered.get(_number(layer), layer), len(index))
+    code = np.where(scopes.role == Role.FSDP2, scopes.by_meaning(of_meaning), code)
     return Layers(code, list(index), source)
 
 

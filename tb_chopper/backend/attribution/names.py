@@ -113,6 +113,16 @@ def _fsdp1(match: re.Match[str]) -> Meaning:
     return Meaning(Role.SCOPE, f"FSDP1::{match['method'].lstrip('_')}", phase)
 
 
+def _pipeline(match: re.Match[str]) -> Meaning:
+    """F, B (backward), I (its inputs' part), W (its weights' part), SEND_F, ..., of a pipeline stage."""
+    action = match["action"] or ""
+    phase = FORWARD if re.search(r"(^|_)F$", action) else BACKWARD if _PIPELINE_BACKWARD.search(action) else NO_PHASE
+    return Meaning(Role.WRAPPER, match.string, phase)
+
+
+_PIPELINE_BACKWARD = re.compile(r"(^|_)[BIW]$|^REDUCE_GRAD$")
+
+
 def _wrapper(phase: int = NO_PHASE) -> Callable[[re.Match[str]], Meaning]:
     return lambda match: Meaning(Role.WRAPPER, match.string, phase)
 
@@ -140,8 +150,9 @@ _ANNOTATIONS: list[tuple[re.Pattern[str], Callable[[re.Match[str]], Meaning]]] =
     (re.compile(r"^FSDP::(?P<action>\w+)(?: for (?P<target>\S+))?(?: \((?P<fqn>[^)]*)\))?"), _fsdp2),
     (re.compile(r"^FullyShardedDataParallel\.forward$"), lambda m: Meaning(Role.FSDP1_FORWARD, m[0])),
     (re.compile(r"^FullyShardedDataParallel\.(?P<method>\w+)$"), _fsdp1),
-    (re.compile(r"^PP:\(?\d+(?P<action>[A-Z_]+)\d*.*$|^(?P<action2>Forward|Backward) \d+$"),
-     lambda m: Meaning(Role.WRAPPER, m[0], FORWARD if (m["action"] or m["action2"]).startswith("F") else BACKWARD)),
+    (re.compile(r"^PP:(\d+(?P<action>[A-Z_]+)\d*$|\()"), _pipeline),
+    (re.compile(r"^Forward \d+$"), _wrapper(FORWARD)),
+    (re.compile(r"^Backward \d+$"), _wrapper(BACKWARD)),
     (re.compile(r"^(?P<kind>\w+)::(?P<fqn>[A-Za-z_]\w*(\.\w+)*)$"), _module),
 ]
 

@@ -9,25 +9,17 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from tb_chopper.backend.attribution import autograd, layers, names, operations
+from tb_chopper.backend.attribution import autograd, layers, names, operations, reasons
 from tb_chopper.backend.attribution.autograd import Autograd
 from tb_chopper.backend.attribution.layers import Layers
 from tb_chopper.backend.attribution.names import Role
 from tb_chopper.backend.attribution.scopes import Scopes
 from tb_chopper.backend.attribution.tree import Index, Int, Mask, take
 
-CONTAINMENT = "launch containment"
-ANNOTATION = "annotation"
-MODULE = "module scope"
-FSDP2_SCOPE = "fsdp2 scope"
-BRACKET = "fsdp2 bracket"
-FSDP1 = "fsdp1 forward"
-SEQUENCE = "sequence number"
-NEIGHBOUR = "neighbour"
-
-_HOW_OF_ROLE = {
-    Role.MODULE: MODULE, Role.FRAME: MODULE, Role.LAYER: ANNOTATION, Role.SCOPE: ANNOTATION,
-    Role.OPTIMIZER: ANNOTATION, Role.FSDP2: FSDP2_SCOPE, Role.BRACKET: BRACKET, Role.FSDP1_FORWARD: FSDP1,
+_REASON_OF_ROLE = {
+    Role.MODULE: reasons.MODULE, Role.FRAME: reasons.MODULE, Role.LAYER: reasons.ANNOTATION,
+    Role.SCOPE: reasons.ANNOTATION, Role.OPTIMIZER: reasons.ANNOTATION, Role.FSDP2: reasons.FSDP2_SCOPE,
+    Role.BRACKET: reasons.BRACKET, Role.FSDP1_FORWARD: reasons.FSDP1,
 }
 
 
@@ -72,13 +64,13 @@ def find(scopes: Scopes, node: Index, time_ns: Int, types: NDArray[np.int8], mod
     surroundings = scopes.is_role(Role.AUTOGRAD, Role.GRAD_FN) | (scopes.is_role(Role.WRAPPER) & scopes.is_operator)
     operator = np.where((operator < 0) & take(surroundings, node), node, operator)
 
-    how = np.where(node >= 0, CONTAINMENT, "").astype(object)
-    for role, word in _HOW_OF_ROLE.items():
+    how = np.where(node >= 0, reasons.CONTAINMENT, reasons.NOTHING).astype(object)
+    for role, word in _REASON_OF_ROLE.items():
         how[own_scope & (take(scopes.role, scope) == role)] = word
-    for role, word in _HOW_OF_ROLE.items():
+    for role, word in _REASON_OF_ROLE.items():
         how[own_layer & ~own_scope & (take(scopes.role, layer_scope) == role)] = word
-    how[in_backward & ~own_layer & ~own_scope & (forward >= 0)] = SEQUENCE
-    how[in_backward & ~own_layer & ~own_scope & take(neighbour, root)] = NEIGHBOUR
+    how[in_backward & ~own_layer & ~own_scope & (forward >= 0)] = reasons.SEQUENCE
+    how[in_backward & ~own_layer & ~own_scope & take(neighbour, root)] = reasons.NEIGHBOUR
 
     fsdp = nearest(node, scopes.role == Role.FSDP2)
     labels = pd.Categorical([m.label for m in scopes.meanings])

@@ -27,7 +27,9 @@ setup(
     python_requires=">=3.10",
     packages=find_packages(include=["tb_chopper", "tb_chopper.*", "torch_ext", "torch_ext.*"]),
     package_data={"tb_chopper": ["py.typed", "frontend/*", "frontend/**/*"], "torch_ext": ["py.typed"]},
-    install_requires=["tensorboard>=2.21", "pandas>=2.0", "numpy>=1.24", "pyarrow>=14", "plotly>=6.0", "msgspec>=0.18", "protobuf>=4"],
+    install_requires=[
+        "tensorboard>=2.21", "pandas>=2.0", "numpy>=1.24", "pyarrow>=14", "plotly>=6.0", "msgspec>=0.18", "protobuf>=4",
+    ],
     extras_require={
         "demo": DEMO, "test": TEST, "trace": TRACE, "torch-profiler": TORCH_PROFILER,
         "amd": AMD, "nvidia": NVIDIA, "remote": REMOTE,

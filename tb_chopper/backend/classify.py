@@ -70,7 +70,8 @@ def op_types(names: pd.Series, cpu_ops: pd.Series) -> np.ndarray:
 
 OP_ATTENTION_PATTERNS = [*ATTENTION_PATTERNS, r"scaled_dot_product"]
 OP_GEMM_PATTERNS = [
-    *GEMM_PATTERNS, r"aten::(_?scaled_)?(add)?(b?a?d?d?b)?mm\b", r"aten::(linear|mv|addmv|dot|einsum)\b", r"^extern_kernels",
+    *GEMM_PATTERNS, r"aten::(_?scaled_)?(add)?(b?a?d?d?b)?mm\b", r"aten::(linear|mv|addmv|dot|einsum)\b",
+    r"^extern_kernels",
 ]
 
 

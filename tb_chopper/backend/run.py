@@ -45,7 +45,7 @@ class Run:
 
     def __init__(self, files: logdir.RunFiles, communication: Sequence[str] = (), progress: Progress | None = None):
         self.files = files
-        self.name = files.name
+        self.name = files.name if files.name != "." else files.path.name or "."
         self._communication = tuple(communication)
         self._progress = progress
         self._lock = threading.Lock()

@@ -31,7 +31,8 @@ def row(frame: pd.DataFrame, **where: object) -> dict[str, float]:
 def test_one_gpu():
     t = row(timeline(tables.kernels(ROWS), tables.steps()))
     assert {k: t[f"{k}_us"] for k in (
-        "total", "compute", "communication", "memcpy", "overlap", "exposed_communication", "exposed_memcpy", "busy", "idle",
+        "total", "compute", "communication", "memcpy", "overlap", "exposed_communication", "exposed_memcpy", "busy",
+        "idle",
     )} == dict(total=420, compute=250, communication=120, memcpy=50, overlap=70, exposed_communication=50,
                exposed_memcpy=20, busy=320, idle=100)
     # The gap 300-400 ends with a copy whose launch came at 350: half of it the host's, half the device's.
@@ -42,7 +43,8 @@ def test_step_windows_cut_what_runs_across_them():
     t = timeline(tables.kernels(ROWS), tables.steps((0, 0, 180), (1, 180, 420)), by="step")
     first, second = row(t, step=0), row(t, step=1)
     assert (first["total_us"], first["compute_us"], first["communication_us"], first["idle_us"]) == (180, 130, 100, 0)
-    assert (second["total_us"], second["compute_us"], second["communication_us"], second["memcpy_us"]) == (240, 120, 20, 50)
+    assert (second["total_us"], second["compute_us"]) == (240, 120)
+    assert (second["communication_us"], second["memcpy_us"]) == (20, 50)
     assert second["idle_us"] == 100
 
 
@@ -81,9 +83,10 @@ def test_exclusive_gives_each_moment_to_one_thing():
     }
 
 
-times = st.lists(st.tuples(st.integers(0, 200), st.integers(0, 60), st.sampled_from(["compute", "communication", "memcpy"]),
-                           st.sampled_from(["forward", "backward"]), st.sampled_from(["gemm", "vector"])),
-                 min_size=1, max_size=15)
+times = st.lists(
+    st.tuples(st.integers(0, 200), st.integers(0, 60), st.sampled_from(["compute", "communication", "memcpy"]),
+              st.sampled_from(["forward", "backward"]), st.sampled_from(["gemm", "vector"])),
+    min_size=1, max_size=15)
 
 
 @given(times)

@@ -12,23 +12,17 @@ GIVE_UP = 4000
 
 
 def common(a: np.ndarray, b: np.ndarray, give_up: int = GIVE_UP) -> tuple[np.ndarray, np.ndarray]:
-    """Indices into `a` and `b` (int arrays) of a longest common subsequence, both rising.
-
-    Only the common beginning and end where there are more than `give_up` differences.
+    """Indices into `a` and `b` (int arrays) of a longest common subsequence, both rising; of several, one that
+    matches as early as it can. Only the common beginning where there are more than `give_up` differences.
     """
     n = min(len(a), len(b))
     equal = a[:n] == b[:n]
     head = n if equal.all() else int(np.argmin(equal))
-    rest = n - head
-    equal = a[len(a) - rest:][::-1] == b[len(b) - rest:][::-1]
-    tail = rest if equal.all() else int(np.argmin(equal))
-    inner_a, inner_b = _middle(a[head:len(a) - tail], b[head:len(b) - tail], give_up)
-    ends = np.arange(tail)
-    return (np.concatenate((np.arange(head), head + inner_a, len(a) - tail + ends)),
-            np.concatenate((np.arange(head), head + inner_b, len(b) - tail + ends)))
+    rest_a, rest_b = _different(a[head:], b[head:], give_up)
+    return np.concatenate((np.arange(head), head + rest_a)), np.concatenate((np.arange(head), head + rest_b))
 
 
-def _middle(a: np.ndarray, b: np.ndarray, give_up: int) -> tuple[np.ndarray, np.ndarray]:
+def _different(a: np.ndarray, b: np.ndarray, give_up: int) -> tuple[np.ndarray, np.ndarray]:
     n, m = len(a), len(b)
     nothing = np.empty(0, np.int64)
     if n == 0 or m == 0:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 import numpy as np
 import pandas as pd
 
@@ -13,8 +11,9 @@ from tb_chopper.backend.findings import Finding
 NEVER_ZERO = ("GRBM_GUI_ACTIVE", "GRBM_COUNT", "SQ_WAVES", "SQ_BUSY_CYCLES", "SQ_BUSY_CU_CYCLES", "SQ_WAVE_CYCLES",
               "SQ_CYCLES")
 """Counters that every kernel moves."""
-_DETERMINED = re.compile(r"SQ_WAVES|SQ_INSTS_|_MOPS_")
-"""Counters that depend on code and grid alone: equal dispatches have equal values."""
+_DETERMINED = ("SQ_WAVES",)
+"""Counters that name and grid determine. (Instructions are not: two matrix products of one kernel and grid differ in
+their depth.)"""
 
 MAX_CLOCK_GHZ = 3.0
 """Above every clock of the GPUs that have several dies."""
@@ -104,7 +103,7 @@ def _waves(counters: pd.DataFrame) -> tuple[pd.DataFrame, list[Finding]]:
 def _spread(counters: pd.DataFrame) -> tuple[pd.DataFrame, list[Finding]]:
     findings = []
     groups = counters.groupby(["name", "grid", "workgroup"], observed=True, sort=False)
-    for name in (n for n in schema.counter_names(counters) if _DETERMINED.search(n)):
+    for name in (n for n in _DETERMINED if n in counters):
         median, size = groups[name].transform("median"), groups[name].transform("count")
         off = (size >= 3) & ((counters[name] - median).abs() > 0.01 * median)
         if off.any():

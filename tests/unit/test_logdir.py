@@ -25,7 +25,8 @@ def test_a_run_is_a_directory_with_traces(tmp_path: Path) -> None:
 
 
 def test_workers_and_spans(tmp_path: Path) -> None:
-    touch(tmp_path, "rank10.200.pt.trace.json", "rank2.1000.pt.trace.json.gz", "rank2.300.pt.trace.json", "rank2.pt.trace.json")
+    touch(tmp_path, "rank10.200.pt.trace.json", "rank2.1000.pt.trace.json.gz", "rank2.300.pt.trace.json",
+          "rank2.pt.trace.json")
     traces = find_runs(tmp_path)[0].traces
     assert [(t.worker, t.span, t.path.name) for t in traces] == [
         ("rank2", 0, "rank2.pt.trace.json"), ("rank2", 1, "rank2.300.pt.trace.json"),
@@ -47,7 +48,8 @@ def test_names_of_traces(tmp_path: Path, name: str, worker: str) -> None:
 
 
 @pytest.mark.parametrize("name", [
-    "host.trace.json.gz", "trace.json", "w.pt.trace.json.gz.tmp", "w.chopper.json", "w.pt.trace.json.bak", "x_trace.json",
+    "host.trace.json.gz", "trace.json", "w.pt.trace.json.gz.tmp", "w.chopper.json", "w.pt.trace.json.bak",
+    "x_trace.json",
 ])
 def test_names_of_others(tmp_path: Path, name: str) -> None:
     touch(tmp_path, name)
@@ -81,7 +83,8 @@ def test_a_named_file_is_a_run_whatever_its_name(tmp_path: Path) -> None:
 
 def test_roots_by_name(tmp_path: Path) -> None:
     touch(tmp_path, "x/w.pt.trace.json", "y/deep/w.pt.trace.json")
-    assert [r.name for r in find_runs({"a": tmp_path / "x", "b": tmp_path / "y", "": tmp_path / "y"})] == ["a", "b/deep", "deep"]
+    roots = {"a": tmp_path / "x", "b": tmp_path / "y", "": tmp_path / "y"}
+    assert [r.name for r in find_runs(roots)] == ["a", "b/deep", "deep"]
 
 
 def test_a_url_gives_the_same_runs(tmp_path: Path) -> None:

@@ -240,6 +240,19 @@ def test_own_log_keeps_what_it_says(tmp_path):
     assert codes(log) == {"telemetry_cut"}
 
 
+def test_part_of_a_long_log(tmp_path):
+    line = telemetry_format.line
+    rows = [line("start", 0, 0, text="n")]
+    for i in range(600):
+        rows += [line("clock", i * S, i * S + 10, realtime_ns=NOON + i * S), line("gpu", i * S, i * S, gpu=0, power_w=i)]
+    path = tmp_path / "n.telemetry.csv"
+    path.write_text(own(*rows))
+    part = telemetry_logs.read(path, within=(NOON + 100 * S, NOON + 110 * S))
+    assert column(part, "power_w") == list(range(95, 116)) and len(part.clocks) == 600
+    whole = telemetry_logs.read(path).samples
+    assert part.samples["t_ns"].tolist() == whole["t_ns"][95:116].tolist()
+
+
 def test_own_log_with_garbage(tmp_path):
     line = telemetry_format.line
     clock = line("clock", 0, 10, realtime_ns=NOON)

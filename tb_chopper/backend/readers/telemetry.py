@@ -22,12 +22,15 @@ from tb_chopper.backend.schema import TelemetryLog
 from torch_ext import telemetry_format
 
 MEASURES = tuple(c.name for c in schema.TELEMETRY if c.dtype == "float64")
+MARGIN_NS = 5 * 10**9
 _INTEGER = r"^-?[0-8]?[0-9]{1,18}$"
 
 
-def read(content: bytes, file: str) -> TelemetryLog:
-    """A sampler's log; `file` is its name. Raises UnreadableFile, in one line, where no whole record is left."""
-    records, dropped = _records(content, file)
+def read(content: bytes, file: str, within: tuple[int, int] | None = None) -> TelemetryLog:
+    """A sampler's log; `file` is its name. within: the time to read samples of, ns since the epoch, a little more is
+    read: a log of days has a gigabyte, a capture seconds. Raises UnreadableFile, in one line, where no whole record is
+    left."""
+    records, dropped = _records(content, file, within)
     session = np.cumsum(records["record"].to_numpy() == "start") - 1
     records = records.assign(session=np.maximum(session, 0))
     host = _host(file, records)
@@ -40,8 +43,8 @@ def read(content: bytes, file: str) -> TelemetryLog:
                         clocks, "monotonic", [f.at(file) for f in (*findings, *found)])
 
 
-def _records(content: bytes, file: str) -> tuple[pd.DataFrame, int]:
-    """Every whole line as strings, columns by name, and how many lines were not whole."""
+def _records(content: bytes, file: str, within: tuple[int, int] | None) -> tuple[pd.DataFrame, int]:
+    """The whole lines as strings, columns by name, and how many lines were not whole."""
     head, newline, _ = content.partition(b"\n")
     names = head.decode("utf-8", "replace").split(",")
     if not newline or names[:3] != ["record", "before_ns", "after_ns"]:
@@ -70,8 +73,22 @@ def _records(content: bytes, file: str) -> tuple[pd.DataFrame, int]:
     whole = table.filter(timed)
     if whole.num_rows == 0:
         raise UnreadableFile(f"{file}: no whole record")
+    whole = whole if within is None else _only(whole, within)
     frame = pd.DataFrame({name: whole[name].to_numpy(zero_copy_only=False) for name in names})
     return frame.assign(before_ns=_integers(frame["before_ns"]), after_ns=_integers(frame["after_ns"])), dropped
+
+
+def _only(records: pa.Table, within: tuple[int, int]) -> pa.Table:
+    """Samples within a time, by the host's clock pairs, and every other record."""
+    clocks = records.filter(pc.and_(pc.equal(records["record"], "clock"),
+                                    pc.match_substring_regex(records["realtime_ns"], _INTEGER)))
+    if clocks.num_rows == 0:
+        return records
+    ahead = pc.min_max(pc.subtract(clocks["realtime_ns"].cast(pa.int64()), clocks["before_ns"].cast(pa.int64()))).as_py()
+    t = records["before_ns"].cast(pa.int64())
+    inside = pc.and_(pc.greater_equal(t, within[0] - ahead["max"] - MARGIN_NS),
+                     pc.less_equal(t, within[1] - ahead["min"] + MARGIN_NS))
+    return records.filter(pc.or_(inside, pc.invert(pc.is_in(records["record"], pa.array(["gpu", "cpu"])))))
 
 
 def _integers(texts: pd.Series) -> np.ndarray:

@@ -17,11 +17,12 @@ HEAD_BYTES = 16_384
 PRIVATE = (".pkl", ".pickle")
 
 
-def read(path: str | os.PathLike[str], base: TimeBase | None = None, host: str | None = None) -> TelemetryLog:
+def read(path: str | os.PathLike[str], base: TimeBase | None = None, host: str | None = None,
+         within: tuple[int, int] | None = None) -> TelemetryLog:
     """Our own log, or one of amd-smi, rocm-smi, nvidia-smi, dmon, or a table exported as CSV; a path or an fsspec URL.
 
     base: what the user knows about the times of a foreign log. host: the host it was taken on, where the run has
-    several. Raises UnreadableFile, in one line: what is wrong and what to do.
+    several. within: ns since the epoch, to read less of a sampler's long log (a little more is read). Raises UnreadableFile, in one line: what is wrong and what to do.
     """
     where, base = os.fspath(path), base or TimeBase()
     name = where.replace(os.sep, "/").rsplit("/", 1)[-1]
@@ -31,7 +32,7 @@ def read(path: str | os.PathLike[str], base: TimeBase | None = None, host: str |
         content = file.read()
     head = text_table.decoded(content[:HEAD_BYTES])
     if head.startswith("record,before_ns,after_ns"):
-        return telemetry.read(content, name)
+        return telemetry.read(content, name, within)
     if dmon.recognises(head):
         return _log(name, dmon.read(content, name, base), host)
     if cpu_csv.recognises(head):

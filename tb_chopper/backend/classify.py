@@ -25,8 +25,8 @@ ATTENTION_PATTERNS: list[str] = [
     r"flash", r"fmha", r"attn_fwd", r"attn_bwd", r"attention", r"\bfa[23]?_(fwd|bwd)", r"bwd_kernel_(dk|dq|dkdv)",
 ]
 GEMM_PATTERNS: list[str] = [
-    r"gemm", r"^Cijk_", r"^Custom_Cijk", r"cutlass", r"nvjet", r"xmma", r"\bmatmul", r"splitK", r"gemv", r"hipblaslt",
-    r"conv", r"winograd", r"miopen.*(conv|igemm)", r"implicit_", r"wgrad", r"dgrad",
+    r"(?<!fb)gemm", r"^Cijk_", r"^Custom_Cijk", r"cutlass", r"nvjet", r"xmma", r"\bmatmul", r"splitK", r"gemv",
+    r"hipblaslt", r"conv(?!ert)", r"winograd", r"miopen.*(conv|igemm)", r"implicit_", r"wgrad", r"dgrad",
 ]
 
 COMPUTE, COMMUNICATION, MEMCPY = 0, 1, 2

@@ -244,13 +244,19 @@ def test_part_of_a_long_log(tmp_path):
     line = telemetry_format.line
     rows = [line("start", 0, 0, text="n")]
     for i in range(600):
-        rows += [line("clock", i * S, i * S + 10, realtime_ns=NOON + i * S), line("gpu", i * S, i * S, gpu=0, power_w=i)]
+        rows.append(line("clock", i * S, i * S + 10, realtime_ns=NOON + i * S))
+        rows.append(line("gpu", i * S + 1, i * S + 1, gpu=0, power_w=i))
+    rows.append(line("note", 600 * S, 600 * S, text="said"))
     path = tmp_path / "n.telemetry.csv"
     path.write_text(own(*rows))
     part = telemetry_logs.read(path, within=(NOON + 100 * S, NOON + 110 * S))
-    assert column(part, "power_w") == list(range(95, 116)) and len(part.clocks) == 600
+    read = column(part, "power_w")
+    assert set(range(95, 116)) <= set(read) <= set(range(93, 118)) and len(part.clocks) == 600
     whole = telemetry_logs.read(path).samples
-    assert part.samples["t_ns"].tolist() == whole["t_ns"][95:116].tolist()
+    assert part.samples["t_ns"].tolist() == whole.loc[whole["power_w"].isin(read), "t_ns"].tolist()
+    assert any("said" in f.message for f in part.findings)
+    far = telemetry_logs.read(path, within=(0, 1))
+    assert far.samples.empty and len(far.clocks) == 600
 
 
 def test_own_log_with_garbage(tmp_path):

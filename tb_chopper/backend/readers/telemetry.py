@@ -6,7 +6,8 @@ Times are CLOCK_MONOTONIC in the file; each sampler's own clock pairs turn them 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from itertools import pairwise
 
 import numpy as np
 import pandas as pd
@@ -23,6 +24,8 @@ from torch_ext import telemetry_format
 
 MEASURES = tuple(c.name for c in schema.TELEMETRY if c.dtype == "float64")
 MARGIN_NS = 5 * 10**9
+OTHER_RECORDS = (b"start", b"gpu_info", b"cpu_info", b"clock", b"note", b"stop")
+"""the kinds that are no samples: few, and needed whatever the time"""
 _INTEGER = r"^-?[0-8]?[0-9]{1,18}$"
 
 
@@ -30,7 +33,7 @@ def read(content: bytes, file: str, within: tuple[int, int] | None = None) -> Te
     """A sampler's log; `file` is its name. within: the time to read samples of, ns since the epoch, a little more is
     read: a log of days has a gigabyte, a capture seconds. Raises UnreadableFile, in one line, where no whole record is
     left."""
-    records, dropped = _records(content, file, within)
+    records, dropped = _records(content if within is None else part_of_time(content, within), file)
     session = np.cumsum(records["record"].to_numpy() == "start") - 1
     records = records.assign(session=np.maximum(session, 0))
     host = _host(file, records)
@@ -43,7 +46,7 @@ def read(content: bytes, file: str, within: tuple[int, int] | None = None) -> Te
                         clocks, "monotonic", [f.at(file) for f in (*findings, *found)])
 
 
-def _records(content: bytes, file: str, within: tuple[int, int] | None) -> tuple[pd.DataFrame, int]:
+def _records(content: bytes, file: str) -> tuple[pd.DataFrame, int]:
     """The whole lines as strings, columns by name, and how many lines were not whole."""
     head, newline, _ = content.partition(b"\n")
     names = head.decode("utf-8", "replace").split(",")
@@ -73,22 +76,51 @@ def _records(content: bytes, file: str, within: tuple[int, int] | None) -> tuple
     whole = table.filter(timed)
     if whole.num_rows == 0:
         raise UnreadableFile(f"{file}: no whole record")
-    whole = whole if within is None else _only(whole, within)
     frame = pd.DataFrame({name: whole[name].to_numpy(zero_copy_only=False) for name in names})
     return frame.assign(before_ns=_integers(frame["before_ns"]), after_ns=_integers(frame["after_ns"])), dropped
 
 
-def _only(records: pa.Table, within: tuple[int, int]) -> pa.Table:
-    """Samples within a time, by the host's clock pairs, and every other record."""
-    clocks = records.filter(pc.and_(pc.equal(records["record"], "clock"),
-                                    pc.match_substring_regex(records["realtime_ns"], _INTEGER)))
-    if clocks.num_rows == 0:
-        return records
-    ahead = pc.min_max(pc.subtract(clocks["realtime_ns"].cast(pa.int64()), clocks["before_ns"].cast(pa.int64()))).as_py()
-    t = records["before_ns"].cast(pa.int64())
-    inside = pc.and_(pc.greater_equal(t, within[0] - ahead["max"] - MARGIN_NS),
-                     pc.less_equal(t, within[1] - ahead["min"] + MARGIN_NS))
-    return records.filter(pc.or_(inside, pc.invert(pc.is_in(records["record"], pa.array(["gpu", "cpu"])))))
+def part_of_time(content: bytes, within: tuple[int, int]) -> bytes:
+    """A log without the samples that lie more than MARGIN_NS outside a time (ns since the epoch), judged by the clock
+    records before and after them. Everything else stays, in its order."""
+    others = sorted((at, kind) for kind in OTHER_RECORDS for at in _lines_of(content, kind))
+    realtime = {at: time for at, kind in others if kind == b"clock" and (time := _realtime(content, at)) > 0}
+    if not realtime:
+        return content
+    low, high = within[0] - MARGIN_NS, within[1] + MARGIN_NS
+    marks = [0, *realtime, len(content)]
+    times = [min(realtime.values()), *realtime.values(), max(realtime.values())]
+    kept = [a <= high and b >= low for a, b in pairwise(times)]
+    pieces = []
+    lines = iter(others)
+    line = next(lines, None)
+    for (begin, end), keep in zip(pairwise(marks), kept, strict=True):
+        if keep:
+            pieces.append(content[begin:end])
+        while line is not None and line[0] < end:
+            if not keep:
+                pieces.append(content[line[0]:content.find(b"\n", line[0]) + 1 or len(content)])
+            line = next(lines, None)
+        if begin == 0 and not keep:
+            pieces.insert(0, content[:content.find(b"\n") + 1])
+    return b"".join(pieces)
+
+
+def _lines_of(content: bytes, kind: bytes) -> Iterator[int]:
+    """Where the lines of a kind of record begin."""
+    text = b"\n" + kind + b","
+    at = content.find(text)
+    while at >= 0:
+        yield at + 1
+        at = content.find(text, at + 1)
+
+
+def _realtime(content: bytes, at: int) -> int:
+    """realtime_ns of the clock record at an offset, MISSING where it is not whole."""
+    fields = content[at:content.find(b"\n", at)].split(b",")
+    whole = len(fields) == len(telemetry_format.NAMES)
+    text = fields[telemetry_format.NAMES.index("realtime_ns")] if whole else b""
+    return int(text) if text.isdigit() else schema.MISSING
 
 
 def _integers(texts: pd.Series) -> np.ndarray:

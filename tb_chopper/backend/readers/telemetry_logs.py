@@ -22,7 +22,8 @@ def read(path: str | os.PathLike[str], base: TimeBase | None = None, host: str |
     """Our own log, or one of amd-smi, rocm-smi, nvidia-smi, dmon, or a table exported as CSV; a path or an fsspec URL.
 
     base: what the user knows about the times of a foreign log. host: the host it was taken on, where the run has
-    several. within: ns since the epoch, to read less of a sampler's long log (a little more is read). Raises UnreadableFile, in one line: what is wrong and what to do.
+    several. within: ns since the epoch, to read less of a sampler's long log (a little more is read).
+    Raises UnreadableFile, in one line: what is wrong and what to do.
     """
     where, base = os.fspath(path), base or TimeBase()
     name = where.replace(os.sep, "/").rsplit("/", 1)[-1]

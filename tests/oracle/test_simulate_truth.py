@@ -124,3 +124,18 @@ def test_a_cut_trace_is_named_and_the_other_one_whole(tmp_path: Path):
     assert bool(workers.loc[0, "complete"])
     assert 1 not in workers.index or not bool(workers.loc[1, "complete"])
     assert any(f.severity in ("warning", "error") for f in run.findings)
+
+
+def test_sampled_clocks_are_those_that_the_controller_set(case):
+    """Duration-weighted clock of each operation and GPU, from telemetry, against the clock while the kernels ran."""
+    run, truth, _ = case
+    by = ["gpu", "phase", "operation"]
+    sampled = run.frequency(by=by, where={"phase": ["forward", "backward"]}).set_index(by)["clock_mhz"].dropna()
+    planted = truth[truth["launched"] & truth["phase"].isin(["forward", "backward"])]
+    planted = planted.assign(gpu=planted["rank"], length=planted["end_ns"] - planted["start_ns"])
+    planted = planted.assign(cycles=planted["length"] * planted["clock_mhz"])
+    sums = planted.groupby(by, observed=True)[["cycles", "length"]].sum()
+    clock = sums["cycles"] / sums["length"]
+    common = sampled.index.intersection(clock.index)
+    assert len(common) > 40
+    np.testing.assert_allclose(sampled[common], clock[common], rtol=0.02)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -99,14 +100,13 @@ class _Step:
         return before, layers, self._forward_ops(self.workload.after)
 
     def _forward_ops(self, ops: Sequence[Op]) -> list[Recorded]:
-        """Operators under the scopes of their operations; neighbours of one operation share a scope."""
+        """Operators under the scopes of their operations; neighbours of one operation share a scope. Returns those
+        that have a backward."""
         done: list[Recorded] = []
-        while len(done) < len(ops):
-            name = ops[len(done)].operation
+        for name, group in itertools.groupby(ops, lambda op: op.operation):
             with self.record.scope(name, name):
-                while len(done) < len(ops) and ops[len(done)].operation == name:
-                    done.append(self._forward_op(ops[len(done)], ops[len(done)].outer))
-        return done
+                done += [self._forward_op(op, op.outer) for op in group]
+        return [recorded for recorded in done if recorded.op.node]
 
     def _forward_op(self, op: Op, outer: Sequence[str]) -> Recorded:
         record = self.record

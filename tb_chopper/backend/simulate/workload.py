@@ -286,6 +286,8 @@ class _Maker:
         yield Op("mlp_gu", product, "MulBackward0", (product, product))
         yield self.linear("mlp_dp", m.hidden, m.dim)
         yield self.residual("mlp_ra")
+        # a look at the activations: no autograd node, but it carries the sequence number of the next operator's
+        yield Op("mlp_ra", Call("aten::detach", ((*self.bs, m.dim),), (DTYPE[BF16],), ("",)))
 
     def loss(self) -> Iterator[Op]:
         n, rows, fp32 = float(self.t * self.model.vocab), (self.t, self.model.vocab), DTYPE[FP32]

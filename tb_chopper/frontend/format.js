@@ -59,7 +59,9 @@ export function quantity(value, unit, largest = Math.abs(value)) {
   if (typeof value === "string") return { text: value, unit: "" };
   if (unit === "count") return { text: Number.isInteger(value) ? grouped(String(value)) : digits(value), unit: "" };
   if (unit === "share") return { text: sharePercent(value), unit: "%" };
-  const { label, divisor } = scale(unit, largest);
+  // What would vanish in the common unit keeps its own.
+  const common = scale(unit, largest);
+  const { label, divisor } = value !== 0 && Math.abs(value) < 0.005 * common.divisor ? scale(unit, Math.abs(value)) : common;
   return { text: digits(value / divisor), unit: label };
 }
 

@@ -54,6 +54,16 @@ NO_KERNELS = Missing(
 )
 
 
+def device(run: Run) -> str:
+    """What a row of the table of GPUs is: `GPU`, or `process` where there is none."""
+    return "process" if is_cpu_only(run) else "GPU"
+
+
+def work(run: Run) -> str:
+    """`GPU work` or `CPU work`."""
+    return "CPU work" if is_cpu_only(run) else "GPU work"
+
+
 def devices(n: int, cpu: bool) -> str:
     """`4 GPUs`, `1 process`."""
     noun = "process" if cpu else "GPU"

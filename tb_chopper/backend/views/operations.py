@@ -42,17 +42,20 @@ def view(run: Run, selection: Selection) -> View:
     kernels = _typed(context.kernels(run, selection))
     by = list(selection.by or ("operation",))
     groups = _with_flops(summary(kernels, by), run, selection, by)
-    charts, tables = {"top": _top_figure(kernels, groups, by, run, selection)}, {"groups": _groups_table(groups, by)}
+    charts, tables = (
+        {"top": _top_figure(kernels, groups, by, run, selection)},
+        {"groups": _groups_table(run, groups, by)},
+    )
     focus = selection.focus
     if focus is not None and (kernels["operation"] == focus).any():
         inside = kernels[kernels["operation"] == focus]
         tables["kernels"] = _kernels_table(summary(inside, ["kernel"]), focus)
         charts["durations"] = _durations(inside, focus)
     elif by == ["operation"]:
-        tables["groups"] = _groups_table(groups, by, note="Choose a row to see the kernels of that operation.")
+        tables["groups"] = _groups_table(run, groups, by, note="Choose a row to see the kernels of that operation.")
     return View(
         _headline(groups, by),
-        key_figures=_key_figures(kernels, groups),
+        key_figures=_key_figures(run, kernels, groups),
         figures=charts,
         tables=tables,
     )
@@ -112,11 +115,11 @@ def _headline(groups: pd.DataFrame, by: list[str]) -> str:
     )
     rest = f", then {' and '.join(names[1:])}" if len(names) > 1 else ""
     ten = figures.top(groups, "share", 10)["share"].sum()
-    tail = f". Ten groups hold {text.share(ten)} of the GPU work." if len(groups) > 12 else "."
+    tail = f". Ten groups hold {text.share(ten)} of the work." if len(groups) > 12 else "."
     return head + rest + tail
 
 
-def _key_figures(kernels: pd.DataFrame, groups: pd.DataFrame) -> tuple[KeyFigure, ...]:
+def _key_figures(run: Run, kernels: pd.DataFrame, groups: pd.DataFrame) -> tuple[KeyFigure, ...]:
     duration = (kernels["end_ns"] - kernels["start_ns"]) / 1000
     sums = duration.groupby(kernels["type"], observed=False).sum()
     total = float(sums.sum())
@@ -136,7 +139,7 @@ def _key_figures(kernels: pd.DataFrame, groups: pd.DataFrame) -> tuple[KeyFigure
     ]
     return (
         KeyFigure(
-            "GPU work",
+            context.work(run),
             total,
             "us",
             DEFINITIONS["time"],
@@ -147,7 +150,7 @@ def _key_figures(kernels: pd.DataFrame, groups: pd.DataFrame) -> tuple[KeyFigure
             "Attributed",
             attributed,
             "share",
-            "Share of the GPU work that belongs to a known operation. The rest was launched before the "
+            "Share of the work that belongs to a known operation. The rest was launched before the "
             "capture or has no launch in the trace; it is shown as a group of that name.",
             note="of the work to an operation",
         ),
@@ -170,7 +173,7 @@ def _top_figure(
         for r in shown.to_dict("records")
     ]
     fig = figures.figure(
-        "GPU work by " + " and ".join(by),
+        f"{context.work(run)} by {' and '.join(by)}",
         "Sum of durations, largest first, coloured by the type of work.",
         height=figures.height_of(len(shown), 26),
         wide=True,
@@ -248,14 +251,19 @@ NUMBERS = (
     TableColumn("share", "Share", "share", DEFINITIONS["share"], bar=True),
     TableColumn("median_us", "Median", "us", DEFINITIONS["median"]),
 )
-RATE = TableColumn("flop_per_s", "Counted", "flop_per_s", DEFINITIONS["flop"], bar=True)
-TAIL = (
+SOMETIMES = (
+    TableColumn("flop_per_s", "Counted", "flop_per_s", DEFINITIONS["flop"], bar=True),
     TableColumn("overlap_share", "Beside comm.", "share", DEFINITIONS["overlap"], bar=True),
     TableColumn("launch_us", "Launch gaps", "us", DEFINITIONS["launch"], bar=True),
 )
+"""Columns that many runs have nothing in."""
 
 
-def _groups_table(groups: pd.DataFrame, by: list[str], note: str = "") -> Table:
+def _sometimes(rows: pd.DataFrame) -> list[TableColumn]:
+    return [c for c in SOMETIMES if c.name in rows and (rows[c.name].fillna(0) != 0).any()]
+
+
+def _groups_table(run: Run, groups: pd.DataFrame, by: list[str], note: str = "") -> Table:
     heads = tuple(
         TableColumn(
             c, c.capitalize() if c != "gpu" else "GPU", "text" if c in ("operation", "kernel", "layer", "phase") else ""
@@ -265,13 +273,12 @@ def _groups_table(groups: pd.DataFrame, by: list[str], note: str = "") -> Table:
     link = {"focus": "operation"} if "operation" in by else {c: c for c in by if c in ("gpu", "step")}
     rows = groups.assign(**{c: [figures.group_name(c, v) for v in groups[c]] for c in by if c not in ("gpu", "step")})
     return Table(
-        "GPU work by " + " and ".join(by),
+        f"{context.work(run)} by {' and '.join(by)}",
         (
             *heads,
             TableColumn("type", "Type", "text", DEFINITIONS["type"]),
             *NUMBERS,
-            *([RATE] if groups["flop_per_s"].notna().any() else []),
-            *TAIL,
+            *_sometimes(groups),
         ),
         rows,
         sort="time_us",
@@ -289,7 +296,7 @@ def _kernels_table(kernels: pd.DataFrame, focus: str) -> Table:
             *NUMBERS,
             TableColumn("min_us", "Min", "us", "Shortest duration."),
             TableColumn("max_us", "Max", "us", "Longest duration."),
-            *TAIL,
+            *_sometimes(kernels),
         ),
         kernels,
         sort="time_us",

@@ -387,11 +387,12 @@ COLUMNS = (
 def _tables(run: Run, selection: Selection) -> dict[str, Table]:
     where = selection.where()
     capture_where = {k: v for k, v in where.items() if k != "step"}
+    noun = context.device(run).replace("process", "Process")
     device = (TableColumn("gpu_name", "Device"),) if run.workers["gpu_name"].notna().any() else ()
     tables = {
         "gpus": Table(
-            "Whole capture by GPU",
-            (TableColumn("gpu", "GPU"), TableColumn("worker", "Worker"), *device, *COLUMNS),
+            f"Whole capture by {context.device(run)}",
+            (TableColumn("gpu", noun), TableColumn("worker", "Worker"), *device, *COLUMNS),
             _with_names(run, _utilization(run.timeline(by=["gpu", "worker"], where=capture_where))),
             sort="idle_us",
             link={"gpu": "gpu"},
@@ -400,8 +401,8 @@ def _tables(run: Run, selection: Selection) -> dict[str, Table]:
     }
     if run.steps["gpu_start_ns"].notna().any():
         tables["steps"] = Table(
-            "Steps by GPU",
-            (TableColumn("step", "Step"), TableColumn("gpu", "GPU"), *COLUMNS),
+            f"Steps by {context.device(run)}",
+            (TableColumn("step", "Step"), TableColumn("gpu", noun), *COLUMNS),
             _utilization(run.timeline(by=["gpu", "step"], where=where)),
             sort="total_us",
             link={"gpu": "gpu", "step": "step"},

@@ -52,6 +52,8 @@ def digits(value: float) -> str:
 def change(value: float, before: float) -> str:
     """`+4.2 %`, `−30 %`, `× 12`: a value against the one before, which is not 0."""
     ratio = value / before
+    if abs(ratio - 1) < 0.0005:
+        return "no change"
     if ratio >= 3:
         return f"× {digits(ratio)}"
     return f"{'+' if ratio >= 1 else '−'}{share(abs(ratio - 1))}"

@@ -9,6 +9,8 @@ import pandas as pd
 import pytest
 
 import tb_chopper
+from tb_chopper.backend.alignment.counters import align
+from tb_chopper.backend.readers import counter_files
 from tb_chopper.backend.run import Run
 from tb_chopper.backend.simulate import Options, simulate
 
@@ -139,3 +141,32 @@ def test_sampled_clocks_are_those_that_the_controller_set(case):
     common = sampled.index.intersection(clock.index)
     assert len(common) > 40
     np.testing.assert_allclose(sampled[common], clock[common], rtol=0.02)
+
+
+@pytest.mark.parametrize("options", [
+    Options(), Options(drop=0.05, reorder=0.3), Options(code_object_names=True, counter_columns="6.2"),
+    Options(fsdp=1, optimizer_every=12, counter_steps=2, drop=0.03),
+], ids=["plain", "damaged", "kd-names", "fsdp1-two-steps"])
+def test_counters_go_to_their_kernels(tmp_path: Path, options: Options):
+    """A pair that the alignment calls exact is the same place in the model; without damage every pair is exact."""
+    directory = simulate(tmp_path, options)[0]
+    kernels = tb_chopper.open_run(directory).kernels
+    counted = counter_files.read(directory / "counters").counters
+    pairs = align(kernels, counted).pairs
+    place = ["operation", "phase", "layer", "flop"]
+    truth = pd.read_parquet(directory / "truth/kernels.parquet").set_index(["rank", "correlation"])
+    truth = truth[place].astype(object)
+    dispatches = pd.read_parquet(directory / "truth/dispatches.parquet")
+    real = dispatches.set_index(["rank", "pass", "dispatch_id"])["correlation"]
+    of_kernel = kernels.loc[pairs["kernel"], ["gpu", "correlation", "step"]].reset_index(drop=True)
+    of_row = real.loc[list(zip(of_kernel["gpu"], pairs["pass"], counted.loc[pairs["row"], "dispatch"], strict=True))]
+    keep = (of_kernel["step"].notna() & (of_row.to_numpy() >= 0)).to_numpy()
+    gpu, exact = of_kernel["gpu"][keep], (pairs["match"] == "exact").to_numpy()[keep]
+    mine = truth.loc[list(zip(gpu, of_kernel["correlation"][keep], strict=True))].to_numpy()
+    planted = truth.loc[list(zip(gpu, of_row.to_numpy()[keep], strict=True))].to_numpy()
+    same = (mine == planted).all(axis=1)
+    assert same[exact].all()
+    assert exact.sum() > 3000
+    if not options.drop:
+        assert exact.all()
+        assert set(pairs["kernel"]) >= set(kernels.index[(kernels["kind"] == "compute") & kernels["step"].notna()])

@@ -224,8 +224,7 @@ class Config:
 
     @property
     def run_name(self) -> str:
-        sequence = f"{self.sequence >> 10}" if self.sequence >= 1024 else f"0.{self.sequence}"
-        return f"simulated_{self.preset}_b{self.batch}s{sequence}_fsdp{self.fsdp.version}"
+        return f"simulated_{self.preset}_b{self.batch}s{self.sequence >> 10}_fsdp{self.fsdp.version}"
 
 
 LLAMA3_8B = Model("llama3-8b", layers=32, dim=4096, hidden=14336, heads=32, kv_heads=8, head_dim=128, vocab=128_256)

@@ -18,7 +18,9 @@ from pathlib import Path
 def open_file(log_dir: Path) -> int:
     """Descriptor of the folder's file, made where it is missing. Raises OSError."""
     digest = hashlib.sha256(os.fsencode(log_dir.resolve())).hexdigest()[:16]
-    path = Path(tempfile.gettempdir()) / f"tb-chopper-{os.getuid()}-{digest}.owners"
+    # Ranks may have a TMPDIR each; this is the host's.
+    shared = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else Path(tempfile.gettempdir())
+    path = shared / f"tb-chopper-{os.getuid()}-{digest}.owners"
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
 
 
@@ -31,6 +33,12 @@ def lock(file: int) -> bool:
     except BlockingIOError:
         return False
     return True
+
+
+def unlock(file: int) -> None:
+    import fcntl
+
+    fcntl.flock(file, fcntl.LOCK_UN)
 
 
 def add(file: int, pid: int) -> None:

@@ -10,6 +10,7 @@ It never reads the environment or command lines of other processes.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import os
 import signal
@@ -121,7 +122,9 @@ class Sampler:
 
     def _read_limits(self) -> None:
         for gpu, (source, i) in enumerate(self._gpus):
-            self._limits[gpu] = source.limits(i)
+            # A GPU that fails is told of by its samples.
+            with contextlib.suppress(Exception):
+                self._limits[gpu] = source.limits(i)
 
     def _write_clocks(self) -> None:
         before, realtime, boottime, after = min((_read_clocks() for _ in range(3)), key=lambda c: c[3] - c[0])
@@ -193,46 +196,54 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Sample until told to stop. Returns 0, or 2 with one line on stderr where it cannot begin."""
+    """Sample until told to stop. Returns 0, or 2 with one line on stderr where it cannot begin or breaks off."""
     out = Path(args.out)
     try:
         out.mkdir(parents=True, exist_ok=True)
         file = args.owners if args.owners is not None else owners.open_file(out)
         if args.owners is None and not owners.lock(file):
-            return _refuse(f"{out}: a sampler for this folder already runs on this host")
+            return _fail(f"{out}: a sampler for this folder already runs on this host")
         for pid in args.pid:
             owners.add(file, pid)
-        host = socket.gethostname()
-        log = Log(out / telemetry_format.file_name(host))
+        _use_all_cpus()
+        stopped: list[str] = []
+        for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(signum, lambda number, frame: stopped.append(signal.Signals(number).name))
+        gc.disable()
+        watched = args.owners is not None or bool(args.pid)
+        deadline = None if args.seconds is None else time.monotonic() + args.seconds
+
+        def keep_going() -> str | None:
+            if stopped:
+                return stopped[0]
+            if deadline is not None and time.monotonic() >= deadline:
+                return "time is up"
+            return "the training has ended" if watched and not owners.living(file) else None
+
+        while True:
+            _sample(out, args.hz, lambda: owners.living(file), keep_going)
+            # Who asked after the last look, and found the lock taken, relies on this sampler.
+            owners.unlock(file)
+            if not watched or keep_going() or not owners.lock(file):
+                return 0
     except OSError as error:
-        return _refuse(f"{error.filename or out}: {error.strerror or error}")
-    _use_all_cpus()
-    stopped: list[str] = []
-    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(signum, lambda number, frame: stopped.append(signal.Signals(number).name))
+        return _fail(f"{error.filename or out}: {error.strerror or error}")
+
+
+def _sample(out: Path, hz: float | None, pids: Callable[[], list[int]], keep_going: Callable[[], str | None]) -> None:
+    host = socket.gethostname()
+    log = Log(out / telemetry_format.file_name(host))
     sources, missing = open_gpu_sources()
     cpu = _open_cpu(missing)
-    sampler = Sampler(log, sources, cpu, args.hz or DEFAULT_HZ, host)
-    for reason in missing if not sources else ():
-        sampler.note(reason)
-    watched = args.owners is not None or bool(args.pid)
-    deadline = None if args.seconds is None else time.monotonic() + args.seconds
-
-    def keep_going() -> str | None:
-        if stopped:
-            return stopped[0]
-        if watched and not owners.living(file):
-            return "the training has ended"
-        return "time is up" if deadline is not None and time.monotonic() >= deadline else None
-
-    gc.disable()
+    sampler = Sampler(log, sources, cpu, hz or DEFAULT_HZ, host)
+    if not sources:
+        sampler.note(f"no GPU is sampled ({'; '.join(missing)})")
     try:
-        sampler.run(lambda: owners.living(file), keep_going, CPU_BUDGET if args.hz is None else None)
+        sampler.run(pids, keep_going, CPU_BUDGET if hz is None else None)
     finally:
         log.close()
         for source in sources:
             source.close()
-    return 0
 
 
 def _open_cpu(missing: list[str]) -> Cpu | None:
@@ -259,7 +270,7 @@ def _rate(text: str) -> float:
     return hz
 
 
-def _refuse(message: str) -> int:
+def _fail(message: str) -> int:
     print(f"tb-chopper sample: {message}", file=sys.stderr)
     return 2
 

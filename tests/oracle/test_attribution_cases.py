@@ -33,7 +33,7 @@ def finding(result: Attributed, code: str) -> str:
 def test_a_profile_without_gpu_says_so(shared: Path) -> None:
     result = case(shared, "09_top_level_list", "run/legacy")
     assert len(result.kernels) == 3 and set(result.kernels["device"]) == {"cpu"}
-    assert "no GPU events in this trace" in finding(result, "no_gpu_events")
+    assert "CPU operations stand in" in finding(result, "cpu_operations")
 
 
 def test_communication_is_told_by_kernel_name(shared: Path) -> None:
@@ -56,8 +56,8 @@ def test_a_step_without_kernels_and_one_cut_short(shared: Path) -> None:
 
 def test_ranks_that_lost_a_stream_or_the_whole_gpu(shared: Path) -> None:
     one, three = (case(shared, "27_missing_rank_and_stream", f"run/rank{r}") for r in (1, 3))
-    assert len(one.kernels) == 4 and "2 launches have no kernel" in finding(one, "no_communication_kernels")
-    assert len(three.kernels) == 0 and "6 launch calls" in finding(three, "no_gpu_events")
+    assert len(one.kernels) == 4 and not one.steps["complete"].any()
+    assert len(three.kernels) == 0 and not three.findings
 
 
 @pytest.mark.parametrize("gpu", ["amd", "nv"])

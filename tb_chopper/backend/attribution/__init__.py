@@ -63,18 +63,7 @@ def attribute(trace: schema.Trace, sidecar: Mapping[str, Any] | None = None,
     table = steps.table(windows, kernels, lost)
     if len(kernels):
         step_findings += steps.told(windows)
-        findings += _communication_lost(trace, kernels, findings)
     return Attributed(kernels, table, findings + step_findings)
-
-
-def _communication_lost(trace: schema.Trace, kernels: pd.DataFrame, findings: list[Finding]) -> list[Finding]:
-    lost = sum(f.count for f in findings if f.code == launches.WITHOUT_KERNEL)
-    ranks = trace.meta.get("distributedInfo", {}).get("world_size", 1)
-    if not lost or ranks == 1 or (kernels["kind"] == "communication").any():
-        return []
-    return [Finding("no_communication_kernels", "warning",
-                    f"no communication kernels on one of {ranks} ranks, although {lost} launches have no kernel: "
-                    "communication time is unknown here, not zero", lost)]
 
 
 def _kernels(host: pd.DataFrame, found: Scopes, row: Rows, windows: Windows,

@@ -9,9 +9,7 @@ import pandas as pd
 
 from tb_chopper.backend.attribution.scopes import Scopes
 from tb_chopper.backend.attribution.tree import Index, Int, Mask, take
-from tb_chopper.backend.findings import Finding
 
-WITHOUT_KERNEL = "launches_without_kernel"
 _AGREEMENT = 0.95
 """Share of launched rows whose External id must name the operator found by containment before it may be
 trusted for the others: in old traces it counts in another id space and names wrong operators."""
@@ -69,26 +67,11 @@ def calls(host: pd.DataFrame) -> Index:
 _LAUNCH = re.compile(r"^(cuda|cu|hip)(Ext)?(Module)?(Launch(?!Host)|GraphLaunch)")
 
 
-def without_row(launch_calls: Index, used: Index) -> list[Finding]:
-    """A finding if launch calls (HOST rows) have no device row; `used` holds the launch row of each device row."""
-    lost = lost_calls(launch_calls, used)
-    if len(lost) == 0:
-        return []
-    share = len(lost) / len(launch_calls)
-    return [Finding(WITHOUT_KERNEL, "warning" if share > _FEW else "info",
-                    f"{len(lost)} of {len(launch_calls)} launch calls have no kernel: it was lost, or still waiting "
-                    "when the capture stopped", len(lost))]
-
-
 def lost_calls(launch_calls: Index, used: Index) -> Index:
     """Launch calls that no device row came from."""
     is_used = np.zeros(max(launch_calls.max(initial=-1), used.max(initial=-1)) + 1, bool)
     is_used[used[used >= 0]] = True
     return launch_calls[~is_used[launch_calls]]
-
-
-_FEW = 0.05
-"""Share of launches without a kernel that the end of a capture explains."""
 
 
 def _lookup(keys: Int, values: Index, asked: Int) -> Index:

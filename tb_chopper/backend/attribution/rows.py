@@ -37,17 +37,12 @@ class Rows:
 
 def of_trace(trace: schema.Trace, scopes: Scopes) -> tuple[Rows, list[Finding]]:
     """Device activities; CPU operators in their place where the profile has neither them nor launch calls."""
-    launch_calls = launches.calls(trace.host)
-    if len(trace.device):
-        rows = _of_device(trace.device, trace.host, scopes)
-        return rows, launches.without_row(launch_calls, rows.launch)
-    if len(launch_calls):
-        finding = Finding("no_gpu_events", "error", f"no GPU events in this trace although {len(launch_calls)} launch "
-                          "calls are: the profiler lost them; record again, with a warm-up step", len(launch_calls))
-        return _of_device(trace.device, trace.host, scopes), [finding]
+    if len(trace.device) or len(launches.calls(trace.host)):
+        return _of_device(trace.device, trace.host, scopes), []
     device, host_rows = standin.leaves(trace.host, scopes)
-    finding = Finding("no_gpu_events", "info", "no GPU events in this trace; CPU operations stand in", len(device))
-    return _of_host(device, host_rows, trace.host, scopes), [finding]
+    finding = Finding("cpu_operations", "info", "CPU operations stand in for the GPU work that this trace lacks",
+                      len(device))
+    return _of_host(device, host_rows, trace.host, scopes), [finding] if len(device) else []
 
 
 def _of_device(device: pd.DataFrame, host: pd.DataFrame, scopes: Scopes) -> Rows:

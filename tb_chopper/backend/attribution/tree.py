@@ -63,9 +63,10 @@ class Tree:
 
     def _last_started(self, thread: Int, time_ns: Int) -> Index:
         found = np.full(len(time_ns), -1, np.intp)
-        for t in np.unique(thread):
-            low, high = np.searchsorted(self.thread, [t, t + 1])
-            asked = np.flatnonzero(thread == t)
+        by_thread = np.argsort(thread, kind="stable")
+        borders = np.flatnonzero(np.diff(thread[by_thread])) + 1
+        for asked in np.split(by_thread, borders) if len(thread) else ():
+            low, high = np.searchsorted(self.thread, [thread[asked[0]], thread[asked[0]] + 1])
             last = low + np.searchsorted(self.start_ns[low:high], time_ns[asked], side="right") - 1
             found[asked] = np.where(last >= low, last, -1)
         return found

@@ -22,6 +22,7 @@ class Program:
     def __init__(self) -> None:
         self.host: list[dict[str, Any]] = []
         self.device: list[dict[str, Any]] = []
+        self.pids = ["1", "1", "1"]
 
     def add(self, kind: str, name: str, start: float, end: float, thread: int = 0, **more: Any) -> Program:
         self.host.append({"kind": kind, "name": name, "start_ns": round(start * 1000), "end_ns": round(end * 1000),
@@ -57,7 +58,7 @@ class Program:
         for frame, table in ((host, schema.HOST), (device, schema.DEVICE)):
             whole = [c.name for c in table if c.dtype == "int64" and c.name in frame]
             frame[whole] = frame[whole].fillna(schema.MISSING)
-        threads = pd.DataFrame({"pid": ["1"] * 3, "tid": ["1", "2", "3"]})
+        threads = pd.DataFrame({"pid": self.pids, "tid": ["1", "2", "3"]})
         return attribute(schema.Trace(
             Path("trace.json"), schema.conform(host, schema.HOST), schema.conform(threads, schema.THREADS),
             schema.conform(device, schema.DEVICE), schema.empty(schema.MEMORY)), **more)
@@ -505,6 +506,29 @@ def test_an_empty_trace_gives_empty_tables() -> None:
     result = Program().run()
     assert len(result.kernels) == 0 and len(result.steps) == 0
     assert list(result.steps.columns) == [c.name for c in schema.STEPS]
+
+
+# -- several processes
+
+
+@pytest.mark.parametrize("later", [0, 3], ids=["at the same time", "one a little later"])
+def test_two_ranks_in_one_file_keep_their_own_launches_and_steps(later: float) -> None:
+    """The same program twice: equal correlation ids, step numbers and times but for `later` µs."""
+    both = Program()
+    both.pids = ["1", "2", "2"]
+    for rank, delay in enumerate([0, later]):
+        one = Program().scope("ProfilerStep#3", 0 + delay, 100 + delay, thread=rank)
+        one.op(f"aten::rank{rank}", 5, 95, rank)
+        for i in range(5):
+            one.launch(10 + 10 * i + delay, thread=rank, start=30 + 10 * i + delay, device=str(rank))
+        both.host += one.host
+        both.device += one.device
+    result = both.run()
+    assert "several_processes" in codes(result) and "duplicate_steps" not in codes(result)
+    assert list(result.kernels["cpu_op"]) == [f"aten::rank{d}" for d in result.kernels["device"]]
+    assert [both.host[i]["name"] for i in result.kernels["op_id"]] == list(result.kernels["cpu_op"])
+    assert list(zip(result.steps["device"], result.steps["n_kernels"], strict=True)) == [("0", 5), ("1", 5)]
+    assert ((result.kernels["start_ns"] - result.kernels["launch_ns"]) == 20_000).all()
 
 
 # -- names

@@ -3,6 +3,7 @@
 A device row is followed to the runtime call that launched it, to the host scopes around that call, and from
 backward nodes to the forward operators they belong to. The rules in plain words: docs/attribution.md.
 
+    processes  several processes in one file
     launches   which call launched a row          autograd   which forward operator a backward node belongs to
     scopes     host events as a tree of meanings  layers     which layer a scope belongs to
     names      what a name means                  operations what the row's work is called
@@ -13,14 +14,24 @@ backward nodes to the forward operators they belong to. The rules in plain words
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
 from tb_chopper.backend import classify, schema
-from tb_chopper.backend.attribution import launches, operations, places, reasons, rows, scopes, standin, steps
+from tb_chopper.backend.attribution import (
+    launches,
+    operations,
+    places,
+    processes,
+    reasons,
+    rows,
+    scopes,
+    standin,
+    steps,
+)
 from tb_chopper.backend.attribution.places import Places
 from tb_chopper.backend.attribution.rows import Rows
 from tb_chopper.backend.attribution.scopes import Scopes
@@ -50,20 +61,34 @@ def attribute(trace: schema.Trace, sidecar: Mapping[str, Any] | None = None,
     `sidecar`: as in torch_ext.sidecar. `communication`: regular expressions of communication kernels beyond the
     known ones.
     """
+    modules = [m["fqn"] for m in (sidecar or {}).get("modules", [])]
+    parts = processes.split(trace)
+    if len(parts) == 1:
+        return _attribute(trace, modules, communication)
+    results = []
+    for part, host_rows in parts:
+        one = _attribute(part, modules, communication)
+        results.append(replace(one, kernels=one.kernels.assign(op_id=take(host_rows, one.kernels["op_id"].to_numpy()))))
+    kernels = pd.concat([r.kernels for r in results]).sort_values("start_ns", kind="stable", ignore_index=True)
+    table = pd.concat([r.steps for r in results], ignore_index=True)
+    findings = [f for r in results for f in r.findings]
+    findings.append(Finding("several_processes", "warning", f"{len(parts)} processes in one file: each is attributed "
+                            "by itself, with the devices that its launch calls explain best", len(parts)))
+    return Attributed(schema.conform(kernels, KERNELS), schema.conform(table, schema.STEPS), findings)
+
+
+def _attribute(trace: schema.Trace, modules: Sequence[str], communication: Sequence[str]) -> Attributed:
     host = trace.host
     found = scopes.build(host)
     device_rows, findings = rows.of_trace(trace, found)
     windows, step_findings = steps.find(host, found)
     if len(windows) == 0:
         windows = steps.by_repetition(device_rows.device)
-    modules = [m["fqn"] for m in (sidecar or {}).get("modules", [])]
     kernels = _kernels(host, found, device_rows, windows, communication, modules)
     start, calls = host["start_ns"].to_numpy(), launches.calls(host)
     lost = steps.lost_work(windows, start[calls], start[launches.lost_calls(calls, device_rows.launch)])
     table = steps.table(windows, kernels, lost)
-    if len(kernels):
-        step_findings += steps.told(windows)
-    return Attributed(kernels, table, findings + step_findings)
+    return Attributed(kernels, table, findings + step_findings + (steps.told(windows) if len(kernels) else []))
 
 
 def _kernels(host: pd.DataFrame, found: Scopes, row: Rows, windows: Windows,

@@ -14,6 +14,7 @@ import pytest
 
 import tb_chopper
 from tb_chopper.backend import logdir, schema
+from tb_chopper.backend.alignment.telemetry import RunTelemetry
 from tb_chopper.backend.errors import UnreadableFile, Unwritable
 from tb_chopper.backend.export import chrome
 from tb_chopper.backend.run import Run
@@ -32,9 +33,12 @@ NAMES = [
 ]
 
 
-def augment(source: Path, out: Path, **options: Any) -> tuple[Run, chrome.Exported, dict[str, Any]]:
+def augment(source: Path, out: Path,
+            samples: pd.DataFrame | None = None) -> tuple[Run, chrome.Exported, dict[str, Any]]:
     run = tb_chopper.open_run(source)
-    done = chrome.export(run, run.captures[0], out, **options)
+    if samples is not None:
+        vars(run)["telemetry"] = RunTelemetry(samples, *([pd.DataFrame()] * 3))
+    done = chrome.export(run, run.captures[0], out)
     return run, done, load(out)
 
 
@@ -46,7 +50,7 @@ def training(**options: Any) -> TraceBuilder:
     return t
 
 
-def samples(n: int = 5) -> pd.DataFrame:
+def sampled(n: int = 5) -> pd.DataFrame:
     """1 kHz: clock 1000, 1100, ... MHz."""
     return schema.conform(pd.DataFrame({
         "t_ns": ZERO_NS + np.arange(n) * 1_000_000, "gpu": 0, "clock_mhz": 1000.0 + 100 * np.arange(n),
@@ -143,7 +147,7 @@ def test_queue_length_is_launched_minus_started(shared: Path, tmp_path: Path) ->
 
 def test_samples_become_counters_and_the_clock_of_kernels(tmp_path: Path) -> None:
     source = training().write(tmp_path / "rank0.pt.trace.json")
-    _, _, out = augment(source, tmp_path / "out.json", samples=samples())
+    _, _, out = augment(source, tmp_path / "out.json", sampled())
     t, clock = counter(out, "Engine clock")
     assert list(t) == [0, 1000, 2000, 3000, 4000] and list(clock) == [1000, 1100, 1200, 1300, 1400]
     assert counter(out, "Power")[1][0] == 500.5 and counter(out, "Temperature")[1][0] == 60

@@ -83,27 +83,25 @@ def file_name(source: str) -> str:
     return "augmented." + re.sub(r"(?:\.pt\.trace)?\.json(?:\.gz)?$", "", source) + ".chrome.json.gz"
 
 
-def export(run: Run, capture: Capture, path: Path, *, samples: pd.DataFrame | None = None,
-           redactor: Redactor | None = None, progress: Progress | None = None) -> Exported:
+def export(run: Run, capture: Capture, path: Path, *, redactor: Redactor | None = None,
+           progress: Progress | None = None) -> Exported:
     """Write the augmented trace of one file of `run` to `path`, gzipped where its name ends in `.gz`.
 
-    samples: TELEMETRY with `gpu` as in KERNELS, on the trace's clock. Damaged sources give the events that are whole.
-    Raises UnreadableFile for a source without events and for one that is augmented already, Unwritable.
+    Damaged sources give the events that are whole. Raises UnreadableFile for a source without events and for one that
+    is augmented already, Unwritable.
     """
     source = capture.file.path
     if KEY in capture.meta:
         raise UnreadableFile(f"{source} is an augmented trace already; export the trace that it was made from")
     place = run.workers.loc[run.workers["file"] == source.name, "capture"]
-    kernels = run.kernels[run.kernels["capture"].isin(place)]
-    if samples is not None:
-        kernels = with_clocks(kernels, samples)
+    kernels = with_clocks(run.kernels[run.kernels["capture"].isin(place)], run.telemetry.samples)
     rows = _Rows(kernels, _base_ns(capture))
     redact: Callable[[bytes], bytes] = redactor.json if redactor else _same
     with RawEvents(source) as events, open_atomic(path, never=None if isinstance(source, Url) else source) as out:
         out.write(b"{" + redact(_head(capture) + b",\n" + events.head) + b'\n"traceEvents": [\n')
         n_events = _copy(events, rows, out, redact, progress, source.name)
         n_added = 0
-        for texts in _batches(_added(run, kernels, rows, samples)):
+        for texts in _batches(_added(run, kernels, rows)):
             out.write(b",\n" * bool(n_events or n_added) + redact(b",\n".join(texts)))
             n_added += len(texts)
         out.write(b"\n]" + redact(events.tail) + b"}\n")
@@ -213,7 +211,8 @@ def _with_place(fields: dict[str, msgspec.Raw], place: bytes) -> bytes | None:
 def _places(kernels: pd.DataFrame) -> list[bytes]:
     """Place of each row as JSON text."""
     columns: dict[str, list[Any]] = {
-        name: _texts(kernels[name]) for name in ("operation", "kind", "phase", "layer", "attributed_by")}
+        name: _texts(kernels[name])
+        for name in ("operation", "kind", "phase", "layer", "attributed_by", "clock_source")}
     columns["step"] = [None if pd.isna(s) else int(s) for s in kernels["step"]]
     columns["recompute"] = kernels["recompute"].tolist()
     duration = (kernels["end_ns"] - kernels["start_ns"]).to_numpy()
@@ -221,9 +220,7 @@ def _places(kernels: pd.DataFrame) -> list[bytes]:
     columns["overlap_share"] = np.round(share, 4).tolist()
     for name in ("prep", "call", "call_under_communication", "graph", "unattributed"):
         columns[f"{name}_us"] = (kernels[f"{name}_ns"] / 1000).tolist()
-    if "clock_mhz" in kernels:
-        columns["clock_mhz"] = [None if np.isnan(v) else round(v, 1) for v in kernels["clock_mhz"]]
-        columns["clock_source"] = _texts(kernels["clock_source"])
+    columns["clock_mhz"] = [None if np.isnan(v) else round(v, 1) for v in kernels["clock_mhz"]]
     names = list(columns)
     return [_ENCODER.encode(Place(**dict(zip(names, row, strict=True))))
             for row in zip(*columns.values(), strict=True)]
@@ -236,14 +233,14 @@ def _texts(column: pd.Series) -> list[str | None]:
 # -- what is added ----------------------------------------------------------------------------------------------------
 
 
-def _added(run: Run, kernels: pd.DataFrame, rows: _Rows, samples: pd.DataFrame | None) -> Iterator[bytes]:
+def _added(run: Run, kernels: pd.DataFrame, rows: _Rows) -> Iterator[bytes]:
     for worker in run.workers.itertuples():
         pid = rows.pids.get(str(worker.device))
         mine = kernels[kernels["capture"] == worker.capture]
         if pid is None or not len(mine):
             continue
         steps = run.steps[run.steps["capture"] == worker.capture]
-        for counter in tracks.counters(mine, run.hardware, samples):
+        for counter in tracks.counters(mine, run.hardware, run.telemetry.samples):
             yield from _counter(counter, pid, rows.base_ns)
         for i, spans in enumerate(tracks.spans(mine, steps)):
             yield from _spans(spans, pid, FIRST_TID + i, rows.base_ns)

@@ -45,14 +45,14 @@ class Spans(NamedTuple):
 
 
 def counters(kernels: pd.DataFrame, gpus: Mapping[int, Hardware | None],
-             samples: pd.DataFrame | None = None) -> Iterator[Counter]:
+             samples: pd.DataFrame) -> Iterator[Counter]:
     """The counters of one capture (KERNELS of one `capture`); samples: TELEMETRY on the trace's clock."""
-    if samples is not None and len(samples) and len(kernels):
+    if len(samples):
         mine = samples[samples["gpu"] == kernels["gpu"].iloc[0]].sort_values("t_ns", kind="stable")
         low, high = kernels["start_ns"].min() - MARGIN_NS, kernels["end_ns"].max() + MARGIN_NS
         mine = mine[mine["t_ns"].between(low, high)]
         for column, (name, unit) in SAMPLED.items():
-            if column in mine and (known := mine[column].notna()).any():
+            if (known := mine[column].notna()).any():
                 yield Counter(name, unit, mine.loc[known, "t_ns"].to_numpy("int64"),
                               mine.loc[known, column].to_numpy("float64"))
     yield from filter(lambda c: len(c.t_ns) > 0, (activity(kernels, gpus), exposed_communication(kernels)))

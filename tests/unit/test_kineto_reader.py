@@ -127,6 +127,20 @@ def test_a_base_is_not_added_to_absolute_times(tmp_path: Path) -> None:
     assert "base_time_ignored" in codes(trace)
 
 
+def test_nonsense_times_do_not_move_the_others(tmp_path: Path) -> None:
+    t = TraceBuilder()
+    t.kernel("k", 5, 1)
+    t.kernel("far", 2**62, 1)
+    t.kernel("long", 7, 2**62)
+    t.op("aten::mm", 2_000_000_000_000_000, 1)
+    t.op("aten::mm", 6, 1)
+    trace = kineto.read(t.write(tmp_path / "a.json"))
+    assert list(trace.device["start_ns"]) == [ZERO_NS + 5000, ZERO_NS + 7000]
+    assert (trace.device["end_ns"] >= trace.device["start_ns"]).all()
+    t.tail["baseTimeNanoseconds"] = 10**30
+    assert kineto.read(t.write(tmp_path / "b.json")).device["start_ns"].iloc[0] == 5000
+
+
 def test_content_decides_what_is_compressed(tmp_path: Path) -> None:
     built = steps()
     expected = kineto.read(built.write(tmp_path / "a.json"))
@@ -200,10 +214,13 @@ def test_odd_values_do_not_cost_the_event(tmp_path: Path) -> None:
     t.events += [None, {}, 7, "text", [], {"ph": "X"}, {"ph": "X", "cat": ["kernel"], "name": "k", "ts": 6, "dur": 1}]
     t.op("aten::mm", 0, 1, **{"Comms Id": 10159970886766084423})["args"]["Sequence number"] = 10159970886766084423
     t.kernel("k", 8, 1)["args"] = None
+    t.kernel("k", 10, 1)["name"] = None
+    t.head |= {"distributedInfo": [1], "deviceProperties": "?"}
     trace = kineto.read(t.write(tmp_path / "a.json"))
-    assert list(trace.device["correlation"]) == [-5, 17, -1, -1]
-    assert list(trace.device["stream"]) == [7, 7, 9, 7]
-    assert list(trace.device["bytes"]) == [-1] * 4
+    assert list(trace.device["correlation"]) == [-5, 17, -1, -1, -1]
+    assert list(trace.device["stream"]) == [7, 7, 9, 7, 7]
+    assert list(trace.device["name"]) == ["k", "k", "k", "k", ""]
+    assert list(trace.device["bytes"]) == [-1] * 5
     assert trace.host.loc[trace.host["name"] == "aten::mm", "seq"].item() == 10159970886766084423 - 2**64
     assert {"ignored_entries", "missing_timestamp"} <= codes(trace)
     assert trace.complete

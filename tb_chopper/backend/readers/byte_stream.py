@@ -74,7 +74,7 @@ class Decompressed:
         member = zlib.decompressobj(31)
         while block:
             try:
-                out = member.decompress(block, 4 * self._block_bytes)
+                out = member.decompress(block, 2 * self._block_bytes)
             except zlib.error as error:
                 self.cut = f"corrupt gzip data ({error})"
                 return

@@ -24,7 +24,7 @@ from tb_chopper.backend.readers.byte_stream import BLOCK_BYTES, Decompressed, Pr
 from tb_chopper.backend.readers.columns import Merged
 from tb_chopper.backend.readers.decoders import MAX_PROCESSES, Decoders, processors
 from tb_chopper.backend.readers.event_chunks import CHUNK_BYTES
-from tb_chopper.backend.readers.kineto_events import Chunk, parse
+from tb_chopper.backend.readers.kineto_events import MAX_US, Chunk, parse
 from tb_chopper.backend.readers.salvage import Damage
 from tb_chopper.backend.schema import Trace
 
@@ -32,6 +32,7 @@ INLINE_BYTES = 24 << 20
 """Smaller texts are decoded here: starting helpers takes as long."""
 ABSOLUTE_NS = 10**18
 """Times since the epoch are above this (since 2001); those relative to a base (three months) far below."""
+
 
 def read(path: str | Path, progress: Progress | None = None, *, chunk_bytes: int = CHUNK_BYTES,
          processes: int | None = None) -> Trace:
@@ -41,7 +42,7 @@ def read(path: str | Path, progress: Progress | None = None, *, chunk_bytes: int
     `processes`: decoding helpers for big files, 0 for none, by default one per processor. Raises UnreadableFile, in
     one line, for a file of which nothing can be used.
     """
-    reading = _Reading(str(path), chunk_bytes)
+    reading = _Reading(str(path))
     with open_binary(path) as file:
         stream = Decompressed(file, min(chunk_bytes, BLOCK_BYTES))
         size = _size(path)
@@ -74,9 +75,8 @@ def _reported(chunks: Iterator[tuple[bytes, bool]], stream: Decompressed, size: 
 class _Reading:
     """The state of one pass over a file."""
 
-    def __init__(self, name: str, chunk_bytes: int) -> None:
+    def __init__(self, name: str) -> None:
         self.name = name
-        self.chunk_bytes = chunk_bytes
         self.host, self.device, self.memory = Merged(), Merged(), Merged()
         self.thread_names: dict[tuple[str, str], str] = {}
         self.counts: Counter[str] = Counter()
@@ -112,7 +112,6 @@ class _Reading:
             if chunk.unfinished is not None:
                 # The border was a guess, and wrong: what is left over belongs to the next chunk.
                 carry = text[chunk.unfinished :]
-                chunk.damage = [d for d in chunk.damage if d.offset < chunk.unfinished]
             self._add(chunk, begin)
             self.position = begin + len(text)
             if chunk.end is not None:
@@ -128,8 +127,6 @@ class _Reading:
             self._add(parse(events), begin)
             return
         chunk = parse(text)
-        if chunk.unfinished is not None:
-            chunk.damage = [d for d in chunk.damage if d.offset < chunk.unfinished]
         self._add(chunk, begin)
         if chunk.end is None:
             self.damage.append(Damage("truncated", self.position))
@@ -178,9 +175,10 @@ class _Reading:
             base_ns = int(self.meta.get("baseTimeNanoseconds", 0))
         except (TypeError, ValueError):
             base_ns = 0
-        starts = [part.max() for table in (self.host, self.device) for part in table.parts.get("start_ns", [])]
-        absolute = bool(starts) and max(starts) >= ABSOLUTE_NS
-        return (0, base_ns != 0) if absolute else (base_ns, False)
+        starts = [part for table in (self.host, self.device) for part in table.parts.get("start_ns", [])]
+        n_absolute = sum(int((part >= ABSOLUTE_NS).sum()) for part in starts)
+        absolute = 2 * n_absolute > sum(map(len, starts))
+        return (0, base_ns != 0) if absolute else (base_ns if abs(base_ns) < MAX_US * 1000 else 0, False)
 
     def _threads(self) -> pd.DataFrame:
         keys = self.host.values("thread")

@@ -45,8 +45,8 @@ ASYNC_SCOPE = re.compile(r"(nccl|gloo|ucc|xccl|hccl|mpi):")
 MISSING = -1
 MAX_EXACT_US = 8.79e12
 """Up to here a double of microseconds still tells single nanoseconds apart (2**53 / 1024)."""
-MAX_US = 9.2e15
-"""Microseconds whose nanoseconds fit in int64."""
+MAX_US = 4e15
+"""Times beyond the year 2096 are nonsense, and the sum of two would not fit in int64 nanoseconds."""
 
 
 def _named(name: str, default: Any = None) -> Any:
@@ -236,7 +236,7 @@ def _columns(events: list[Event]) -> Chunk:
 def _host(events: list[Event], kinds: np.ndarray, counts: Counter[str]) -> Columns:
     args = [e.args or NO_ARGS for e in events]
     start, duration, usable = _times(events, counts)
-    name = _texts([e.name for e in events])
+    name = _names(events)
     is_async = np.array([bool(ASYNC_SCOPE.match(str(n))) for n in name.values])[name.codes]
     kinds[is_async & (kinds <= ANNOTATION)] = ASYNC
     columns: Columns = {
@@ -260,7 +260,7 @@ def _device(events: list[Event], activities: np.ndarray, counts: Counter[str]) -
     counts["kernel_without_time"] += int(untimed.sum())
     columns: Columns = {
         "start_ns": start, "duration_ns": duration, "activity": activities,
-        "name": _texts([e.name for e in events]),
+        "name": _names(events),
         "device": _texts(e.pid if a.device is None else a.device for e, a in zip(events, args, strict=True)),
         "stream": _integers([_last_word(e.tid) if a.stream is None else _last_word(a.stream)
                              for e, a in zip(events, args, strict=True)]),
@@ -381,6 +381,12 @@ def _coded(values: Iterable[Hashable]) -> Coded:
 def _threads(events: list[Event]) -> Coded:
     coded = _coded(map(attrgetter("pid", "tid"), events))
     return _recoded(coded, [(str(pid), str(tid)) for pid, tid in coded.values])
+
+
+def _names(events: list[Event]) -> Coded:
+    """Never null: a name that is missing is empty."""
+    names = _texts(map(attrgetter("name"), events))
+    return names if (names.codes >= 0).all() else _texts("" if e.name is None else e.name for e in events)
 
 
 def _texts(values: Iterable[Text]) -> Coded:

@@ -124,10 +124,11 @@ def _before_break(text: bytes, decode: Callable[[bytes], T | None], at_end: bool
         events = [d for v in values if (d := decode(v)) is not None]
     except msgspec.DecodeError:
         events, stop = [], 0
-    problem = _problem(text[stop:])
-    damage = [problem._replace(offset=stop + problem.offset)]
     end = _end_behind(text) if at_end else None
-    return Salvaged(events, damage, end, stop if at_end and end is None else None)
+    if at_end and end is None:
+        return Salvaged(events, unfinished=stop)
+    problem = _problem(text[stop:])
+    return Salvaged(events, [problem._replace(offset=stop + problem.offset)], end)
 
 
 def _values(text: bytes) -> tuple[list[bytes], int]:

@@ -13,6 +13,8 @@ KEPT = {
     "displayTimeUnit", "record_shapes", "with_stack", "with_flops", "with_modules", "profile_memory",
 }
 """Keys that are kept, besides versions and our own; the rest may hold the environment of the profiled job."""
+SHAPES: dict[str, type] = {"deviceProperties": list, "distributedInfo": dict}
+"""What these keys must be to be of use."""
 MAX_CANDIDATES = 1000
 
 _KEY = re.compile(rb'"([^"\\]+)"\s*:\s*')
@@ -58,7 +60,8 @@ def of_tail(text: bytes, is_list: bool) -> tuple[Keys, str]:
 
 def _decoded(text: bytes) -> Keys:
     raw = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
-    return {key: msgspec.json.decode(value) for key, value in raw.items() if _kept(key)}
+    values = {key: msgspec.json.decode(value) for key, value in raw.items() if _kept(key)}
+    return {key: value for key, value in values.items() if isinstance(value, SHAPES.get(key, object))}
 
 
 def _legible(text: bytes) -> Keys:
@@ -74,7 +77,8 @@ def _legible(text: bytes) -> Keys:
             except (json.JSONDecodeError, RecursionError):
                 continue
             # A number at the very end may go on in what was lost.
-            if not (isinstance(value, int | float) and end == len(characters)):
+            whole = end < len(characters) or not isinstance(value, int | float)
+            if whole and isinstance(value, SHAPES.get(key, object)):
                 keys.setdefault(key, value)
     return keys
 

@@ -33,7 +33,7 @@ COUNTERS = Missing(
 CLOCK = Missing(
     "Frequency overhead",
     "It needs the clock of the training run, sampled beside it.",
-    'chopper_trace_handler("log/my_run", telemetry=True)',
+    'with torch_ext.telemetry("log/my_run"): train()',
 )
 
 

@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 TELEMETRY = Missing(
     "Clocks, power, temperature and throttle reasons",
     "Nothing sampled the hardware while this run was recorded.",
-    'chopper_trace_handler("log/my_run", telemetry=True)',
+    'with torch_ext.telemetry("log/my_run"): train()',
 )
 LATER = Missing(
     "The same for a program that you cannot change",
     "The sampler can run beside any command.",
-    "tb-chopper collect --telemetry --out log/my_run -- python train.py",
+    "tb-chopper sample --out log/my_run",
 )
 DEFINITIONS = {
     "slowdown": "Time of compute kernels that no communication overlaps / what they would take at the median of "

@@ -115,6 +115,11 @@ def top(frame: pd.DataFrame, column: str, n: int = MAX_ROWS) -> pd.DataFrame:
     return frame.sort_values(column, ascending=False, kind="stable").head(n).reset_index(drop=True)
 
 
+def most(frame: pd.DataFrame, column: str, n: int = MAX_ROWS) -> pd.DataFrame:
+    """The n rows with the largest values, in the order they stood."""
+    return frame.loc[frame[column].nlargest(n).index].sort_index()
+
+
 def largest(frame: pd.DataFrame, column: str) -> dict[str, Any]:
     """The row with the largest value (a Series would turn its integers into floats)."""
     return frame.loc[[frame[column].idxmax()]].to_dict("records")[0]

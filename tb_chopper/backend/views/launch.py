@@ -214,7 +214,7 @@ def _by_group(rows: pd.DataFrame, by: list[str], selection: Selection) -> go.Fig
 
 
 def _by_gpu(rows: pd.DataFrame) -> go.Figure:
-    rows = rows.head(figures.MAX_ROWS)
+    rows = figures.most(rows, "gaps_us")
     unit, divisor = text.time_unit(rows["gaps_us"].max())
     labels = [f"GPU {g}" for g in rows["gpu"]]
     fig = figures.figure(

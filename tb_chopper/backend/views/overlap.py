@@ -172,7 +172,8 @@ def _by_gpu(by_gpu: pd.DataFrame, run: Run, selection: Selection) -> go.Figure:
     if selection.compare is not None:
         parts.append((selection.compare.name, selection.compare.timeline(by="gpu"), True))
     rows = pd.concat(
-        [f.head(figures.MAX_ROWS).assign(other=other, of=name) for name, f, other in parts], ignore_index=True
+        [figures.most(f, "exposed_communication_us").assign(other=other, of=name) for name, f, other in parts],
+        ignore_index=True,
     )
     unit, divisor = text.time_unit(rows["communication_us"].max())
     shares = _ratio(rows["overlap_us"], rows["communication_us"])

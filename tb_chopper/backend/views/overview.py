@@ -12,7 +12,7 @@ import plotly.graph_objects as go
 
 from tb_chopper.backend.metrics import grouping
 from tb_chopper.backend.metrics.timeline import CATEGORIES, exclusive
-from tb_chopper.backend.schema import PHASES
+from tb_chopper.backend.schema import OP_TYPES, PHASES
 from tb_chopper.backend.views import context, figures, text
 from tb_chopper.backend.views.palette import COLORS, LABELS
 from tb_chopper.backend.views.view import KeyFigure, Missing, Selection, Table, TableColumn, View
@@ -131,7 +131,7 @@ class Split:
 def _headline(run: Run, split: Split, other: Split | None) -> str:
     mean = split.mean_us()
     total = sum(mean.values())
-    compute = sum(mean[c] for c in ("gemm", "attention", "vector"))
+    compute = sum(mean[c] for c in OP_TYPES)
     device = "process" if split.cpu else "GPU"
     subject = f"A step takes {text.duration(total)}" if split.by_step else f"The capture lasts {text.duration(total)}"
     parts = [
@@ -156,7 +156,7 @@ def _list(parts: Sequence[str]) -> str:
 def _key_figures(run: Run, split: Split, other: Split | None) -> tuple[KeyFigure, ...]:
     mean, before = split.mean_us(), other.mean_us() if other is not None else None
     total = sum(mean.values())
-    compute = {"compute": sum(mean[c] for c in ("gemm", "attention", "vector"))}
+    compute = {"compute": sum(mean[c] for c in OP_TYPES)}
     values = {**compute, **{c: mean[c] for c in ("communication", "memcpy", "idle")}}
     device = context.devices(split.n_gpus, split.cpu)
     n_steps = split.times["step"].nunique()
@@ -175,7 +175,7 @@ def _key_figures(run: Run, split: Split, other: Split | None) -> tuple[KeyFigure
         label = {"compute": "Compute"}.get(thing, LABELS[thing])
         old = None
         if before:
-            old = sum(before[c] for c in ("gemm", "attention", "vector")) if thing == "compute" else before[thing]
+            old = sum(before[c] for c in OP_TYPES) if thing == "compute" else before[thing]
         note = f"{text.share(value / total if total else None)} of the {'step' if split.by_step else 'capture'}"
         figures_.append(
             KeyFigure(label, value, "us", DEFINITIONS[thing], note=_against(value, old) or note, color=COLORS[thing])
@@ -221,6 +221,9 @@ def _main_figure(split: Split, other: Split | None, by: Sequence[str]) -> go.Fig
         "Each bar is the mean window of one row: forward, backward, optimizer and other work one after the other, each "
         "split by what the GPU did. The thin strip names the phase."
     )
+    n_groups = len(split.times[list(by)].drop_duplicates())
+    if n_groups > figures.MAX_ROWS:
+        description += f" Shown are the {figures.MAX_ROWS} of {n_groups} rows with the most time outside compute."
     fig = figures.figure(
         "Step time by phase and kind of work" if split.by_step else "Capture by phase and kind of work",
         description,
@@ -287,23 +290,14 @@ def _rows_to_draw(split: Split, other: Split | None, by: Sequence[str]) -> tuple
         if s is None:
             continue
         rows = s.rows(by)
-        groups = rows[list(by)].drop_duplicates().sort_values(list(by), key=_natural).head(figures.MAX_ROWS)
-        for _, group in groups.iterrows():
-            mine = rows[np.logical_and.reduce([_equal(rows[c], group[c]) for c in by])]
-            parts.append(_in_order(mine).assign(row=len(labels)))
-            labels.append(_row_label(group, by, s.cpu) + (f" · {text.short(s.name, 18)}" if is_other else ""))
+        codes, groups = grouping.number(rows, list(by))
+        lost = np.bincount(codes, rows["time_us"].where(~rows["category"].isin(OP_TYPES), 0.0), len(groups))
+        for group in sorted(np.argsort(-lost, kind="stable")[: figures.MAX_ROWS]):
+            parts.append(_in_order(rows[codes == group]).assign(row=len(labels)))
+            name = _row_label(groups.iloc[group], by, s.cpu)
+            labels.append(f"{name} · {text.short(s.name, 18)}" if is_other else name)
             compared.append(is_other)
     return pd.concat(parts, ignore_index=True), labels, compared
-
-
-def _natural(column: pd.Series) -> pd.Series:
-    return column if pd.api.types.is_numeric_dtype(column) else column.map(lambda v: tuple(grouping.natural_key(v)))
-
-
-def _equal(column: pd.Series, value: object) -> np.ndarray:
-    if value is None or value is pd.NA or value != value:
-        return column.isna().to_numpy()
-    return (column == value).fillna(False).to_numpy(bool)
 
 
 def _in_order(rows: pd.DataFrame) -> pd.DataFrame:

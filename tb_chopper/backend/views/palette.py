@@ -26,7 +26,7 @@ COLORS: dict[str, str] = {
     "call": "#FC8D62",
     "under_communication": "#D55E00",
     "graph": "#B79F00",
-    "unattributed": "#9AA0A8",
+    "unattributed": "#757D89",
     # from the theoretical to the actual duration
     "theoretical": "#648FFF",
     "instruction": "#785EF0",

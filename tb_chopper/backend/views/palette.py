@@ -25,7 +25,7 @@ COLORS: dict[str, str] = {
     "prep": "#66C2A5",
     "call": "#FC8D62",
     "under_communication": "#D55E00",
-    "graph": "#B79F00",
+    "graph": "#7570B3",
     "unattributed": "#757D89",
     # from the theoretical to the actual duration
     "theoretical": "#648FFF",

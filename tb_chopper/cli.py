@@ -59,6 +59,14 @@ def _parser() -> argparse.ArgumentParser:
         description="Records clocks, power, temperature and CPU use of this host until stopped (Ctrl-C).")
     sampler.add_arguments(sample)
     sample.set_defaults(run=sampler.run)
+
+    from tb_chopper.backend.export import arguments as exports
+
+    export = commands.add_parser(
+        "export", help="a run in the formats of other tools",
+        description="Writes a run for Perfetto, chrome://tracing and other trace viewers, or its tables for notebooks.")
+    exports.add_export_arguments(export)
+    export.set_defaults(run=_export)
     return parser
 
 
@@ -86,6 +94,16 @@ def _simulate(arguments: argparse.Namespace) -> int:
         runs = simulation.run(arguments, progress)
     for run in runs:
         print(run)
+    return 0
+
+
+def _export(arguments: argparse.Namespace) -> int:
+    from tb_chopper.backend.export import arguments as exports
+
+    with _Progress() as progress:
+        written = exports.export(arguments, progress)
+    for path in written:
+        print(path)
     return 0
 
 

@@ -4,11 +4,25 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-# A path from the root (or a drive) with at least one folder, where a word may begin; `//` of a URL goes with it.
-_PATH = re.compile(r"(?<![\w.)\]}])(?:[A-Za-z]:)?(?:[/\\]{1,2}[\w.+@~-]+)+(?=[/\\])[/\\]{1,2}")
+if TYPE_CHECKING:
+    from tb_chopper.backend.run import Run
+
+_NAME = r"[\w.+@~-]+"
+_START = r"(?<![\w.)\]}\\/])(?:[A-Za-z]:)?"
 _HOST_KEYS = re.compile(rb'("(?:host_?name|host)"\s*:\s*)"(?:[^"\\]|\\.)*"', re.IGNORECASE)
+
+
+def _patterns(separator: str) -> tuple[re.Pattern[str], re.Pattern[str]]:
+    """A home folder with its owner, and the folders of a path (or URL) from its root to its last name."""
+    s = f"(?:{separator})"
+    return re.compile(f"({_START}{s})(?:home|Users){s}{_NAME}"), re.compile(f"{_START}{s}{{1,3}}(?:{_NAME}{s})+")
+
+
+_TEXT = _patterns(r"[/\\]")
+# In JSON text a single backslash is the beginning of an escape (\u6838), not of a folder.
+_JSON = _patterns(r"/|\\/|\\\\")
 
 
 class Redactor:
@@ -16,19 +30,25 @@ class Redactor:
 
     def __init__(self, hosts: Iterable[str]) -> None:
         names = sorted({h for h in hosts if h}, key=lambda h: (-len(h), h))
-        # A short name (node0) stands inside the long one (node0.cluster) and in worker names (node0_r0_4711).
         self._place = {name: f"host{i}" for i, name in enumerate(sorted(names))}
+        # A host stands alone or begins a worker's name (node0_r0_4711), and a word of a format (gpu_memcpy) is none.
         alternatives = "|".join(map(re.escape, names))
-        self._hosts = re.compile(rf"(?<![A-Za-z0-9])(?:{alternatives})(?![A-Za-z0-9])") if names else None
+        self._hosts = re.compile(rf"(?<![\w-])(?:{alternatives})(?![A-Za-z0-9-]|_(?!r?\d))") if names else None
+
+    @classmethod
+    def of_run(cls, run: Run) -> Redactor:
+        """A redactor that knows the hosts of a run, as its traces, sidecars and telemetry name them."""
+        named = [*run.workers["host"].dropna(), *run.telemetry.samples["host"].dropna().unique(),
+                 *(str(c.meta.get("host_name") or "") for c in run.captures)]
+        return cls(map(str, named))
 
     def text(self, text: str) -> str:
         """One text."""
-        text = _PATH.sub("", text)
-        return self._hosts.sub(lambda m: self._place[m[0]], text) if self._hosts else text
+        return self._redacted(text, *_TEXT)
 
     def json(self, text: bytes) -> bytes:
         """A piece of JSON text; the value of a key that names a host goes, whatever it is."""
-        return _HOST_KEYS.sub(rb'\1"redacted"', self.text(text.decode()).encode())
+        return _HOST_KEYS.sub(rb'\1"redacted"', self._redacted(text.decode(), *_JSON).encode())
 
     def tree(self, value: Any) -> Any:
         """Every string of nested dicts and lists, keys left as they are."""
@@ -37,3 +57,7 @@ class Redactor:
         if isinstance(value, dict):
             return {key: self.tree(v) for key, v in value.items()}
         return [self.tree(v) for v in value] if isinstance(value, list | tuple) else value
+
+    def _redacted(self, text: str, home: re.Pattern[str], folders: re.Pattern[str]) -> str:
+        text = folders.sub("", home.sub(r"\1home", text))
+        return self._hosts.sub(lambda m: self._place[m[0]], text) if self._hosts else text

@@ -193,6 +193,13 @@ def test_gpus_by_pci_address(tmp_path):
     assert "telemetry_other_gpus" in codes(run) and "telemetry_gpus" not in codes(run)
 
 
+def test_second_capture_without_a_sidecar(tmp_path):
+    log = telemetry_logs.read(write_log(tmp_path / "node0.telemetry.csv", gpus=2))
+    two = pd.concat([workers(0), workers(0).assign(capture=1)], ignore_index=True)
+    run = join([log], two, {0: sidecar(0, "0000:06:00.0")})
+    assert run.samples["clock_mhz"].mean() == pytest.approx(log.samples.groupby("gpu")["clock_mhz"].mean()[1])
+
+
 def test_gpus_by_order_or_index_or_not_at_all(tmp_path):
     log = telemetry_logs.read(write_log(tmp_path / "node0.telemetry.csv", gpus=2))
     run = join([log], workers(4, 5), {4: sidecar(4), 5: sidecar(5)})

@@ -120,9 +120,10 @@ def _host(log: TelemetryLog, workers: pd.DataFrame) -> tuple[str | None, list[Fi
 def _gpus(log: TelemetryLog, workers: pd.DataFrame, sidecars: Sidecars) -> tuple[dict[int, int], list[Finding]]:
     """The log's GPU numbers with the run's: by PCI address, else by order where there are as many of both, else by
     the device index that the training saw."""
-    devices: dict[int, Mapping[str, Any]] = {
-        int(w.gpu): sidecars.get(int(w.capture), {}).get("identity", {}).get("device") or {}  # type: ignore[arg-type]
-        for w in workers.itertuples()}
+    devices: dict[int, Mapping[str, Any]] = {int(gpu): {} for gpu in workers["gpu"]}
+    for gpu, capture in zip(workers["gpu"], workers["capture"], strict=True):
+        # Of several captures of a GPU, those without a sidecar say nothing.
+        devices[int(gpu)] = sidecars.get(int(capture), {}).get("identity", {}).get("device") or devices[int(gpu)]
     addresses = zip(log.gpus["gpu"], log.gpus["pci_address"], strict=True)
     numbers = {str(a).lower(): int(g) for g, a in addresses if isinstance(a, str)}
     found = {numbers[a]: gpu for gpu, d in devices.items() if (a := str(d.get("pci_address")).lower()) in numbers}

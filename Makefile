@@ -27,7 +27,9 @@ demo: $(VENV)/.demo
 	echo "== training the example with FSDP2 on $$n process(es) into $(DEMO)/real"; \
 	OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone --nproc-per-node $$n \
 	    examples/train.py --parallel fsdp2 --logdir $(DEMO)/real 2>&1 | $(WITHOUT_PROBES)
-# A simulated 8-GPU node joins here, into $(DEMO)/simulated.
+	@echo "== simulating a node of 8 MI300X as a second run"
+	@rm -rf $(DEMO)/simulated_*
+	@$(BIN)/tb-chopper simulate $(DEMO) --preset mi300x-llama3-8b --layers 8 --steps 4
 	@echo "== report"
 	@$(BIN)/tb-chopper analyze $(DEMO)
 ifneq ($(SERVE),0)

@@ -67,6 +67,7 @@ export function quantity(value, unit, largest = Math.abs(value)) {
 
 function sharePercent(value) {
   const percent = 100 * value;
+  if (percent >= 99.5 && percent < 100) return Math.min(percent, 99.9).toFixed(1); // not all of it
   return percent !== 0 && Math.abs(percent) < 9.95 ? percent.toFixed(1) : percent.toFixed(0);
 }
 

@@ -95,7 +95,16 @@ def test_durations(us: float | None, words: str) -> None:
 
 @pytest.mark.parametrize(
     ("value", "words"),
-    [(0, "0 %"), (0.0001, "< 0.1 %"), (0.005, "0.5 %"), (0.0994, "9.9 %"), (0.222, "22 %"), (1, "100 %"), (None, "–")],
+    [
+        (0, "0 %"),
+        (0.0001, "< 0.1 %"),
+        (0.005, "0.5 %"),
+        (0.0994, "9.9 %"),
+        (0.222, "22 %"),
+        (0.99999, "99.9 %"),
+        (1, "100 %"),
+        (None, "–"),
+    ],
 )
 def test_shares(value: float | None, words: str) -> None:
     assert text.share(value) == words

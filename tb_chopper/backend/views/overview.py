@@ -49,6 +49,8 @@ DEFINITIONS = {
     "hfu": "Counted FLOPs, recomputation included / (window × peak of their data type).",
     "mfu": "Model FLOPs / (time × peak): as told to the handler, else counted without recomputation.",
 }
+LEAST_KNOWN = 0.1
+"""An efficiency of which less is known than this share of the time is not shown."""
 SHORT = {"communication": "Comm.", "memcpy": "Copies", "attention": "Attn."}
 TOKENS = Missing(
     "Tokens per second",
@@ -420,12 +422,14 @@ def _with_names(run: Run, timeline: pd.DataFrame) -> pd.DataFrame:
 
 def _efficiency_table(run: Run, where: dict[str, Any]) -> Table:
     rows = run.efficiency(by="gpu", where=where)
-    known = {gpu for gpu, hardware in run.hardware.items() if hardware is not None}
+    has_peak = rows["gpu"].isin([gpu for gpu, hardware in run.hardware.items() if hardware is not None])
+    counted = rows["flop_known"] >= LEAST_KNOWN
     rows = rows.assign(
-        flop_per_s=np.where(rows["flop"] > 0, rows["flop"] / rows["time_us"] * 1e6, np.nan),
-        # Without a peak there is nothing to hold the FLOPs against.
-        hfu=rows["hfu"].where(rows["gpu"].isin(known)),
-        mfu=rows["mfu"].where(rows["gpu"].isin(known)),
+        sm_efficiency=rows["sm_efficiency"].where(rows["sm_known"] >= LEAST_KNOWN),
+        occupancy=rows["occupancy"].where(rows["occupancy_known"] >= LEAST_KNOWN),
+        flop_per_s=(rows["flop"] / rows["time_us"] * 1e6).where(counted & (rows["flop"] > 0)),
+        hfu=rows["hfu"].where(has_peak & counted),
+        mfu=rows["mfu"].where(has_peak & (counted | (rows["mfu_source"] == "model"))),
     )
     return Table(
         "Busy is not efficient",

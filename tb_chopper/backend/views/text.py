@@ -33,12 +33,14 @@ def durations(parts_us: Iterable[float]) -> list[str]:
 
 
 def share(value: float | None) -> str:
-    """A share (0 to 1) in percent: `22 %`, one decimal below 10 %."""
+    """A share (0 to 1) in percent: `22 %`, one decimal below 10 % and just below 100 %."""
     if value is None or not math.isfinite(value):
         return DASH
     percent = 100 * value
     if 0 < abs(percent) < 0.05:
         return "< 0.1 %"
+    if 99.5 <= percent < 100:  # not all of it
+        return f"{min(percent, 99.9):.1f} %"
     return f"{percent:.1f} %" if 0 < abs(percent) < 9.95 else f"{percent:.0f} %"
 
 

@@ -367,6 +367,12 @@ def test_a_pre_forward_without_its_post_forward_opens_nothing() -> None:
     assert values(program.run(), "layer") == [None, "layers.0"]
 
 
+def test_fsdp2_communication_names_its_layer_without_any_bracket() -> None:
+    program = Program().scope("FSDP::post_backward_reduce (layers.1)", 0, 50)
+    program.launch(10, name="ncclDevKernel_ReduceScatter")
+    assert only(program.run()).layer == "layers.1"
+
+
 def test_fsdp1_forwards_are_numbered_under_each_root() -> None:
     program = Program()
     for step in range(2):

@@ -36,12 +36,13 @@ def find(scopes: Scopes, modules: Sequence[str] = ()) -> Layers:
     `modules`: fully qualified names of the model's modules, where they are known."""
     names = of_modules([*modules, *(m.fqn for m in scopes.meanings if m.fqn)])
     index: dict[str, int] = {}
-    for source in _SOURCES:
-        code = _codes(scopes, source, names, index)
-        if len(index):
+    source: Role | None = None
+    code = np.full(len(scopes.role), NOT_A_SCOPE, np.intp)
+    for candidate in _SOURCES:
+        code = _codes(scopes, candidate, names, index)
+        if index:
+            source = candidate
             break
-    else:
-        return Layers(np.full(len(scopes.role), NOT_A_SCOPE, np.intp), [], None)
     numbered = _by_number(index) if source in (Role.LAYER, Role.FRAME) else {}
     of_meaning = np.full(len(scopes.meanings), NO_LAYER, np.intp)
     for i, meaning in enumerate(scopes.meanings):
@@ -71,16 +72,11 @@ def _nested_forwards(scopes: Scopes, index: dict[str, int]) -> NDArray[np.intp]:
     """FSDP1 names no module: the k-th forward directly inside the root's is unit k."""
     code = np.full(len(scopes.role), NOT_A_SCOPE, np.intp)
     unit = np.flatnonzero(scopes.role == Role.FSDP1_FORWARD)
-    outer = scopes.tree.nearest(scopes.tree.parent[unit], scopes.role == Role.FSDP1_FORWARD)
-    roots = unit[outer < 0]
-    nested = unit[np.isin(outer, roots)]
-    if len(nested) == 0:
-        return code
-    root_of = scopes.tree.nearest(scopes.tree.parent[nested], scopes.role == Role.FSDP1_FORWARD)
-    first = np.searchsorted(root_of, root_of)
-    k = np.arange(len(nested)) - first
-    for i in range(int(k.max()) + 1):
-        index[f"fsdp_unit.{i}"] = i
+    root = scopes.tree.nearest(scopes.tree.parent[unit], scopes.role == Role.FSDP1_FORWARD)
+    direct = np.isin(root, unit[root < 0])
+    nested, root = unit[direct], root[direct]
+    k = np.arange(len(nested)) - np.searchsorted(root, root)
+    index.update({f"fsdp_unit.{i}": i for i in range(int(k.max(initial=-1)) + 1)})
     code[nested] = k
     return code
 

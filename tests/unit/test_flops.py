@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import math
 from collections.abc import Callable
@@ -295,3 +296,22 @@ def test_padding_is_what_the_tiles_add():
     # rows of the tile along N: 200 -> 256, 100 -> 128, 70 -> 128
     assert flops.tile_padding(name, Gemm(m=100, n=200, k=70)) == (256 * 128 * 128) / (200 * 100 * 70)
     assert math.isnan(flops.tile_padding("splitKreduce_kernel", Gemm(1, 1, 1)))
+
+
+@pytest.mark.parametrize("name", ["bert_small_mi300x", "timesformer_mi300x", "vit_mi300x"])
+def test_the_tiles_of_real_kernels_fill_their_grids(shared, name):
+    """The grid of a Tensile kernel is the number of its tiles (times a split of K): rows of the tile along N."""
+    with gzip.open(shared / "traces" / name / "worker0.pt.trace.json.gz") as stream:
+        events = json.load(stream)["traceEvents"]
+    operators = {e["args"].get("External id"): e for e in events if e.get("cat") == "cpu_op"}
+    exact = 0
+    for e in (e for e in events if e.get("cat") == "kernel" and e["name"].startswith("Cijk_") and "grid" in e["args"]):
+        operator = operators[e["args"]["External id"]]
+        gemm = flops.gemm_shape(operator["name"], json.dumps(operator["args"]))
+        tile = flops.tile(e["name"])
+        assert gemm is not None and tile is not None
+        groups = math.prod(e["args"]["grid"]) // math.prod(e["args"]["block"])
+        tiles = math.ceil(gemm.n / tile[0]) * math.ceil(gemm.m / tile[1]) * gemm.batch
+        assert groups % tiles == 0
+        exact += groups == tiles
+    assert exact > 20

@@ -15,6 +15,7 @@ import sys
 import time
 import warnings
 from collections.abc import Iterator
+from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
@@ -23,7 +24,7 @@ from llama import Block, Config, Llama
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile, schedule
 
-from torch_ext import annotate, chopper_trace_handler  # chopper
+from torch_ext import annotate, chopper_trace_handler, telemetry  # chopper
 
 
 def arguments() -> argparse.Namespace:
@@ -32,6 +33,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--checkpoint", action="store_true", help="recompute each layer in backward")
     parser.add_argument("--compile", action="store_true", help="torch.compile each layer (needs a C++ compiler on CPU)")
     parser.add_argument("--no-annotate", dest="annotate", action="store_false", help="no module scopes")
+    parser.add_argument("--no-telemetry", dest="telemetry", action="store_false", help="no clocks, power, CPU use")
     parser.add_argument("--logdir", default="log/example")
     parser.add_argument("--worker", default=None, help="name of this worker's files instead of {host}_r{rank}_{pid}")
     parser.add_argument("--wait", type=int, default=1, help="steps before the profiler warms up")
@@ -111,7 +113,8 @@ def train(args: argparse.Namespace) -> None:
         annotate(model)  # chopper
     dimension = {"fsdp2": "dp_shard", "fsdp1": "dp_shard", "ddp": "dp_replicate"}.get(args.parallel)
     gpu = [ProfilerActivity.CUDA] if device.type == "cuda" else []
-    with profile(
+    sampler = telemetry(args.logdir) if args.telemetry else nullcontext()  # chopper
+    with sampler, profile(
         activities=[ProfilerActivity.CPU, *gpu],
         schedule=schedule(wait=args.wait, warmup=args.warmup, active=args.active, repeat=args.repeat),
         on_trace_ready=chopper_trace_handler(  # chopper

@@ -23,6 +23,7 @@ LAYERS, STEPS = 4, 2
 TINY = [
     "--layers", str(LAYERS), "--width", "64", "--hidden", "176", "--heads", "4", "--kv-heads", "2",
     "--vocabulary", "256", "--batch", "2", "--sequence", "32", "--wait", "1", "--warmup", "1", "--active", str(STEPS),
+    "--no-telemetry",
 ]  # fmt: skip
 
 

@@ -198,6 +198,15 @@ def test_files_without_passes_in_their_folders_are_runs_of_their_own():
     assert sorted(zip(pairs["pass"], pairs["row"], strict=True)) == [(1, 0), (1, 1), (2, 2), (2, 3)]
 
 
+@pytest.mark.parametrize(("second", "says"), [(1.0, set()), (1.03, set()), (1.4, {"passes_disagree"})])
+def test_passes_that_disagree_are_named(second, says):
+    both = schema.concat([counted("s", "a", "e", process=10, number=1), counted("s", "a", "e", process=11, number=2)],
+                         COUNTERS).assign(xcc=8)
+    aligned = align(trace("s", "a", "e"), both.assign(GRBM_GUI_ACTIVE=[8e6] * 3 + [8e6 * second] * 3))
+    assert {f.code for f in aligned.findings} == says
+    assert aligned.pass_spread == pytest.approx((second - 1) / ((1 + second) / 2))
+
+
 def test_no_counters_and_no_kernels():
     assert align(trace("a"), conform(pd.DataFrame(), COUNTERS)).matched_share == 0
     assert len(align(trace("a").iloc[:0], counted("a")).pairs) == 0

@@ -26,6 +26,8 @@ from tb_chopper.backend.findings import Finding
 EXACT, APPROXIMATE = "exact", "approximate"
 TRUSTED_SHARE = 0.9
 """Of compute time: below, a breakdown says so at the top."""
+_MOST_SPREAD = 0.05
+_LONG_CYCLES = 200_000
 _HELPERS = "__amd_rocclr_"
 _THREAD_GRIDS = "hipExtModuleLaunchKernel"
 _NONE = -1
@@ -39,13 +41,15 @@ class Alignment:
 
     names: one row per kernel name of the trace: name, n_kernels, n_exact, n_approximate (counted in the pass that has
     the fewest), time_us, matched_share of its time. only_counted: name, n_dispatches of kernels that the trace lacks.
-    matched_share: of the trace's compute time, in the pass that has the least.
+    matched_share: of the trace's compute time, in the pass that has the least. pass_spread: how far the passes are
+    apart, as the median over kernels of (most − fewest) / median cycles; NaN with one pass.
     """
 
     pairs: pd.DataFrame
     names: pd.DataFrame
     only_counted: pd.DataFrame
     matched_share: float
+    pass_spread: float = np.nan
     findings: list[Finding] = field(default_factory=list)
 
 
@@ -72,8 +76,9 @@ def align(kernels: pd.DataFrame, counters: pd.DataFrame, ranks: Mapping[int, int
     pairs = pairs.drop(columns="certainty")
     names, share = _report(kernels, rows, pairs)
     only = _only_counted(rows, counters)
-    findings += _report_findings(names, only, share, len(pairs))
-    return Alignment(pairs, names, only, share, findings)
+    spread, apart = _pass_spread(counters, pairs)
+    findings += [*_report_findings(names, only, share, len(pairs)), *apart]
+    return Alignment(pairs, names, only, share, spread, findings)
 
 
 # ---- what is to be matched
@@ -284,7 +289,7 @@ def _siblings(pairs: pd.DataFrame, rows: pd.DataFrame) -> pd.Series:
         lambda found: found.iloc[len(found) // 2])
     other = middle.reindex(pd.MultiIndex.from_frame(keys)).to_numpy()
     keep = (pairs["certainty"] != _STAND_IN).to_numpy() | np.isnan(other)
-    return pairs["row"].where(keep, other).astype("int64")
+    return pd.Series(np.where(keep, pairs["row"], other).astype(np.int64), pairs.index)
 
 
 # ---- report
@@ -310,6 +315,27 @@ def _report(kernels: pd.DataFrame, rows: pd.DataFrame, pairs: pd.DataFrame) -> t
     names = names.drop(columns="matched_us").sort_values("time_us", ascending=False, ignore_index=True)
     total = fewest.loc[compute, "time_us"].sum()
     return names, float(fewest.loc[compute, "matched_us"].sum() / total) if total else 0.0
+
+
+def _pass_spread(counters: pd.DataFrame, pairs: pd.DataFrame) -> tuple[float, list[Finding]]:
+    """Kernels are as long in every pass when they run alone; where they are not, ratios of two passes are worth little.
+    Short ones are left out: mostly overhead."""
+    exact = pairs[pairs["match"] == EXACT]
+    if "GRBM_GUI_ACTIVE" not in counters or not len(exact):
+        return np.nan, []
+    cycles = counters["GRBM_GUI_ACTIVE"] / counters["xcc"].astype("float64")
+    values = pd.Series(cycles.reindex(exact["row"]).to_numpy(), exact["kernel"].to_numpy())
+    of = values[values > _LONG_CYCLES].groupby(level=0).agg(["count", "min", "max", "median"])
+    several = of[of["count"] > 1]
+    if not len(several):
+        return np.nan, []
+    spread = (several["max"] - several["min"]) / several["median"]
+    typical, off = float(spread.median()), int((spread > 4 * _MOST_SPREAD).sum())
+    if typical <= _MOST_SPREAD and off <= _MOST_SPREAD * len(spread):
+        return typical, []
+    return typical, [Finding("passes_disagree", "warning", f"the passes differ by {typical:.1%} in the cycles of a "
+                             f"kernel (median), and by more than {4 * _MOST_SPREAD:.0%} for some: something else ran "
+                             "beside them, or the program does not repeat itself", off)]
 
 
 def _only_counted(rows: pd.DataFrame, counters: pd.DataFrame) -> pd.DataFrame:

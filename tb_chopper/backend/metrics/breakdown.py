@@ -176,31 +176,36 @@ def _unit(each: pd.DataFrame, wanted: Method) -> _Unit:
     whole = each[(each["matched_ns"] >= _WHOLE * each["act_ns"]) & (each["act_ns"] > 0)]
     measured = len(whole) > 0
     some = whole if measured else each
-    flop, thr, act = (float(some[c].median()) for c in ("flop", "thr_ns", "act_ns"))
-    f_peak = float((some["peak_cycles_per_ns"] / some["act_ns"].where(some["act_ns"] > 0)).median())  # cycles per ns
+    flop, thr, act = (_median(some[c]) for c in ("flop", "thr_ns", "act_ns"))
+    f_peak = _median(some["peak_cycles_per_ns"] / some["act_ns"].where(some["act_ns"] > 0))  # cycles per ns
     clock_share = float(each["clocked_ns"].sum() / max(each["act_ns"].sum(), 1.0))
     clocked = each[each["clocked_ns"] > 0]
-    clock = float((clocked["clock_ns"] / clocked["clocked_ns"]).median()) / 1000 if len(clocked) else np.nan
+    clock = _median(clocked["clock_ns"] / clocked["clocked_ns"]) / 1000
     percentile = float(np.median([percentile_overlap(rows) for _, rows in each.groupby(["gpu", "capture"])]))
     lines = [regression_overlap(rows) for _, rows in each.groupby(["gpu", "capture"])]
     regression, low, high = np.median(lines, axis=0)
-    peak = float(some["cycles"].median()) / f_peak if measured else np.nan
+    peak = _median(some["cycles"]) / f_peak if measured else np.nan
     by_clock = act / peak / (f_peak / clock) if measured else np.nan
     usable = clock_share >= 0.5 and np.isfinite(clock)
     method = wanted if wanted != "auto" else "clock" if usable and measured else "percentile"
     overlap = {"clock": by_clock, "percentile": percentile, "regression": regression}[method]
     if measured:
-        performed, busy, cycles = (float(some[c].median()) for c in ("performed", "busy", "cycles"))
+        performed, busy, cycles = (_median(some[c]) for c in ("performed", "busy", "cycles"))
         inst = thr * performed / flop if flop > 0 else 0.0
         util = inst * cycles / busy if busy > 0 and flop > 0 else peak
     else:
-        performed = float(some["padded"].median())
+        performed = _median(some["padded"])
         inst = thr * performed / flop if flop > 0 else 0.0
         # What is left of the time at the sampled clock; without one, utilization and clock stay one block.
         util = peak = act / overlap / (f_peak / clock if usable else 1.0)
     source = UNAVAILABLE if not np.isfinite(thr) or not np.isfinite(f_peak) else MEASURED if measured else ESTIMATED
     return _Unit(len(each), flop, performed, thr, inst, util, peak, util * overlap, act, source, matched, method,
                  percentile, regression, low, high, by_clock, clock_share, measured or usable)
+
+
+def _median(values: pd.Series) -> float:
+    known = values.dropna()
+    return float(known.median()) if len(known) else np.nan
 
 
 def percentile_overlap(each: pd.DataFrame) -> float:

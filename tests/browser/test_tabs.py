@@ -234,8 +234,10 @@ CONTRAST = """() => {
 def test_every_run_opens(tab: Tab, run: str) -> None:
     if run not in run_names(tab.server):
         pytest.skip("the folder of real files is not beside this checkout")
+    frame = tab.open(run=run)
     for view in views.REGISTRY:
-        frame = tab.open(run=run, view=view)
+        frame.click(f"[role=tab][data-view={view}]")
+        frame = tab.frame(view, run)
         assert frame.inner_text(".headline")
 
 

@@ -20,6 +20,7 @@ from torch.profiler import ProfilerAction
 from torch_ext import sidecar
 from torch_ext.annotation import annotated_modules, module_table
 from torch_ext.export import export, offers_python_export
+from torch_ext.sampling import start_telemetry
 
 
 def chopper_trace_handler(
@@ -32,6 +33,7 @@ def chopper_trace_handler(
     model_flops_per_step: float | None = None,
     parallel: Mapping[str, int] | None = None,
     model: torch.nn.Module | None = None,
+    telemetry: bool = True,
 ) -> Callable[[Any], None]:
     """Usable wherever `torch.profiler.tensorboard_trace_handler` is: `profile(on_trace_ready=...)`.
 
@@ -45,6 +47,8 @@ def chopper_trace_handler(
     model_flops_per_step: theoretical FLOPs of this rank per step, for MFU.
     parallel: sizes of the parallel dimensions, e.g. {"dp_shard": 8, "tp": 2}.
     model: lists the model's modules in the sidecar; not needed for models that are annotated.
+    telemetry: sample clocks, power and CPU use into `<host>.telemetry.csv` from now on, in one process per host
+    (torch_ext.start_telemetry) that ends with the training.
 
     Nothing here stops the training: what fails is told in one warning, and the standard trace is still written where
     that is possible. The environment and the command line are never written.
@@ -54,6 +58,8 @@ def chopper_trace_handler(
         "model_flops_per_step": model_flops_per_step,
         "parallel": dict(parallel or {}),
     }
+    if telemetry:
+        start_telemetry(dir_name)
     start = clock_pair("start")
     last_saved_step: int | None = None
 

@@ -21,33 +21,40 @@ from tb_chopper.backend.hardware import Hardware
 from tb_chopper.backend.metrics import cpu, efficiency, frequency, launch, overlap, power, throughput, timeline
 from tb_chopper.backend.metrics.grouping import By, Where
 from tb_chopper.backend.readers import telemetry_logs
+from tb_chopper.backend.readers.log_times import TimeBase
 
 if TYPE_CHECKING:
     from tb_chopper.backend.views.view import View
 
 
-def open_run(path: str | Path, *, communication: Sequence[str] = (), progress: Progress | None = None) -> Run:
+def open_run(path: str | Path, *, communication: Sequence[str] = (), telemetry: Sequence[str | Path] = (),
+             time_base: TimeBase | None = None, progress: Progress | None = None) -> Run:
     """The run in a directory, or one trace file as a run of its own; `path` may be an fsspec URL.
 
     Nothing is read before it is asked for. `communication`: regular expressions of communication kernels beyond
-    the known ones. Raises NotFound where there is no trace, or more than one run: then the message lists them.
+    the known ones. `telemetry`: logs of amd-smi, rocm-smi, nvidia-smi or dmon beside those in the run's directory;
+    `time_base`: what is known of their times, where they do not tell. Raises NotFound where there is no trace, or
+    more than one run: then the message lists them.
     """
     runs = logdir.find_runs(path)
     if not runs:
         raise NotFound(logdir.why_no_run(path))
     if len(runs) > 1:
         raise NotFound(f"{path} holds {len(runs)} runs; open one of them: {', '.join(r.name for r in runs)}")
-    return Run(runs[0], communication, progress)
+    return Run(runs[0], communication, progress, telemetry, time_base)
 
 
 class Run:
     """One run. Its tables are made on first use and kept; several threads may ask at once."""
 
-    def __init__(self, files: logdir.RunFiles, communication: Sequence[str] = (), progress: Progress | None = None):
+    def __init__(self, files: logdir.RunFiles, communication: Sequence[str] = (), progress: Progress | None = None,
+                 telemetry: Sequence[str | Path] = (), time_base: TimeBase | None = None):
         self.files = files
         self.name = files.name if files.name != "." else files.path.name or "."
         self._communication = tuple(communication)
         self._progress = progress
+        self._telemetry = [(f.path, f.path.name) for f in files.telemetry] + [(p, Path(p).name) for p in telemetry]
+        self._time_base = time_base
         self._lock = threading.Lock()
         self._read: tuple[list[Capture], list[Finding]] | None = None
 
@@ -80,11 +87,14 @@ class Run:
         """Clocks, power and CPU use sampled during the run, on the clock of its traces; empty tables where there
         is no log."""
         logs, failed = [], []
-        for file in self.files.telemetry:
+        times = self.workers[self.workers["start_ns"] >= 0]
+        within = (times["start_ns"].min(), times["end_ns"].max()) if len(times) else None
+        base = self._time_base or TimeBase(near_ns=within and int(within[0]))
+        for path, name in self._telemetry:
             try:
-                logs.append(telemetry_logs.read(file.path))
+                logs.append(telemetry_logs.read(path, base, within=within))
             except UnreadableFile as error:
-                failed.append(Finding("unreadable_telemetry", "error", str(error), file=file.path.name))
+                failed.append(Finding("unreadable_telemetry", "error", str(error), file=name))
         sidecars = {int(c): self._capture_of(f).sidecar
                     for c, f in zip(self.workers["capture"], self.workers["file"], strict=True)}
         joined = join_telemetry(logs, self.workers, {c: s for c, s in sidecars.items() if s})

@@ -34,6 +34,21 @@ def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(variable, raising=False)
 
 
+@pytest.fixture(autouse=True)
+def samplers(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """The folders that a sampler was asked for; none is started."""
+    asked: list[Path] = []
+    monkeypatch.setattr(handler, "start_telemetry", lambda folder: asked.append(Path(folder)))
+    return asked
+
+
+def test_one_sampler_is_asked_for_when_the_handler_is_made(tmp_path: Path, samplers: list[Path]) -> None:
+    train(chopper_trace_handler(tmp_path))
+    assert samplers == [tmp_path]
+    chopper_trace_handler(tmp_path, telemetry=False)
+    assert samplers == [tmp_path]
+
+
 def train(
     on_trace_ready: Callable[[Any], None],
     steps: int = 4,

@@ -149,6 +149,15 @@ def test_without_a_peak_or_shapes_nothing_is_guessed():
         assert row["mfu_source"] == "unavailable" and row["flop_known"] == 0
 
 
+def test_an_unknown_gpu_has_no_efficiency_even_beside_operators_without_flops():
+    relu = {"cpu_op": "aten::relu", "op_args": json.dumps({"Input Dims": [[4]], "Input type": ["float"]})}
+    kernels = pd.concat([matmuls(), table([{"start_ns": 400, "end_ns": 500, "op_id": 9, **relu}])], ignore_index=True)
+    for column in ("name", "kind", "activity", "worker", "device", "phase", "operation", "cpu_op", "op_args"):
+        kernels[column] = kernels[column].astype("category")
+    row = efficiency(conform(kernels, KERNELS), step_table(), {0: None}).iloc[0]
+    assert np.isnan(row["hfu"]) and row["mfu_source"] == "unavailable" and row["flop_known"] == pytest.approx(0.2)
+
+
 def raw_kernels(path: Path) -> pd.DataFrame:
     """Device rows of a CUDA trace, read without any of the project's code."""
     with gzip.open(path) as stream:

@@ -63,8 +63,10 @@ def efficiency(kernels: pd.DataFrame, steps: pd.DataFrame, gpus: Gpus, by: By = 
         out["sm_efficiency"] = _ratio(out["saturated_us"], out["grid_us"])
     out["occupancy"] = _ratio(out["occupied_us"], out["occupancy_us"])
     seconds = time_us / 1e6
-    out["hfu"] = _ratio(out["peak_s"], seconds).where(out["flop_known"] > 0)
-    out["mfu"] = _ratio(out["model_peak_s"], seconds).where(out["flop_known"] > 0)
+    # FLOPs of which none has a known peak are not an efficiency of 0.
+    known = (out["flop_known"] > 0) & ((out["flop"] == 0) | (out["peak_s"] > 0))
+    out["hfu"] = _ratio(out["peak_s"], seconds).where(known)
+    out["mfu"] = _ratio(out["model_peak_s"], seconds).where(known)
     out["mfu_source"] = np.where(out["mfu"].notna(), "counted", "unavailable")
     if in_windows and model_flop_per_step:
         mfu = _model_mfu(kernels, steps, gpus, times[by], where, model_flop_per_step)

@@ -188,7 +188,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         "written there, and appended to where it exists")
     parser.add_argument("--hz", type=_rate, default=None, metavar="N",
                         help=f"samples per second, up to {MAX_HZ:g} (default: {DEFAULT_HZ:g}, or fewer where that "
-                             f"would take more than {CPU_BUDGET:.0%} of a core)")
+                             f"would take more than {CPU_BUDGET * 100:.0f} %% of a core)")
     parser.add_argument("--seconds", type=float, default=None, metavar="N", help="stop by itself after this time")
     parser.add_argument("--pid", type=int, action="append", default=[], metavar="PID",
                         help="count this process's threads by core and stop when it has ended; may be repeated")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache as cache_once
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +85,7 @@ def load(file: TraceFile, communication: Sequence[str] = (), progress: Progress 
     the file is of use, FileNotFoundError when it is gone.
     """
     sidecar, findings = _read_sidecar(file.sidecar)
-    key = repr((tuple(communication), file.sidecar and (file.sidecar.size, file.sidecar.mtime_ns)))
+    key = repr((_code_state(), tuple(communication), file.sidecar and (file.sidecar.size, file.sidecar.mtime_ns)))
     is_local = isinstance(file.path, Path)
     cached = cache.load(Path(file.path), key) if is_local else None
     if cached is not None:
@@ -103,6 +105,16 @@ def load(file: TraceFile, communication: Sequence[str] = (), progress: Progress 
                     {"meta": capture.meta, "findings": [f.as_dict() for f in found[len(findings):]],
                      "complete": capture.complete})
     return capture
+
+
+@cache_once
+def _code_state() -> str:
+    """A digest of the code that makes the tables: what an older version made of a file is not shown by a newer."""
+    here = Path(__file__).parent
+    sources = [here / name for name in ("capture.py", "schema.py", "classify.py", "intervals.py", "metrics/launch.py",
+                                        "metrics/overlap.py")]
+    sources += sorted(p for folder in ("readers", "attribution") for p in (here / folder).glob("*.py"))
+    return hashlib.sha256(b"".join(p.read_bytes() for p in sources)).hexdigest()
 
 
 def _read_sidecar(file: File | None) -> tuple[dict[str, Any], list[Finding]]:

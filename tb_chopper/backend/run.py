@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +17,7 @@ from tb_chopper.backend.capture import Capture, Progress
 from tb_chopper.backend.errors import NotFound, UnreadableFile
 from tb_chopper.backend.findings import Finding, by_severity
 from tb_chopper.backend.hardware import Hardware
+from tb_chopper.backend.lazy import lazy
 from tb_chopper.backend.metrics import cpu, efficiency, frequency, launch, overlap, power, throughput, timeline
 from tb_chopper.backend.metrics.grouping import By, Where
 from tb_chopper.backend.readers import telemetry_logs
@@ -65,24 +65,24 @@ class Run:
         """Every file that could be read, in order of worker and span."""
         return self._load()[0]
 
-    @cached_property
+    @lazy
     def workers(self) -> pd.DataFrame:
         """One row per (file, device); columns of schema.WORKERS."""
         rows = [row for c in self.captures for row in _worker_rows(c)]
         workers = schema.conform(pd.DataFrame(rows, index=range(len(rows))), schema.WORKERS)
         return workers.assign(capture=range(len(workers)), gpu=_gpus(workers))
 
-    @cached_property
+    @lazy
     def kernels(self) -> pd.DataFrame:
         """One row per device activity; columns of schema.KERNELS."""
         return self._numbered([c.kernels for c in self.captures], schema.KERNELS)
 
-    @cached_property
+    @lazy
     def steps(self) -> pd.DataFrame:
         """One row per (file, device, step); columns of schema.STEPS."""
         return self._numbered([c.steps for c in self.captures], schema.STEPS)
 
-    @cached_property
+    @lazy
     def telemetry(self) -> RunTelemetry:
         """Clocks, power and CPU use sampled during the run, on the clock of its traces; empty tables where there
         is no log."""
@@ -101,7 +101,7 @@ class Run:
         joined.findings[:0] = failed
         return joined
 
-    @cached_property
+    @lazy
     def findings(self) -> list[Finding]:
         """What is to be known about the data of this run, the worst first."""
         captures, failed = self._load()
@@ -132,12 +132,16 @@ class Run:
 
     def frequency(self, by: By = "operation", where: Where = None) -> pd.DataFrame:
         """Clock, power, energy and time lost to the clock; see metrics.frequency.frequency."""
-        peaks = {gpu: found.f_peak_mhz for gpu, found in self.hardware.items() if found}
-        return frequency.frequency(self._clocked_kernels, self.steps, self.telemetry.samples, by, where, peaks or None)
+        return frequency.frequency(self.clocked_kernels, self.steps, self.telemetry.samples, by, where, self.f_peak_mhz)
 
     def power(self, by: By = "gpu", where: Where = None) -> pd.DataFrame:
         """Mean power and energy; see metrics.power.power."""
         return power.power(self.kernels, self.steps, self.telemetry.samples, by, where)
+
+    def step_energy(self) -> pd.DataFrame:
+        """Energy of each step, and per token where the handler was told tokens; see metrics.power.step_energy."""
+        return power.step_energy(self.kernels, self.steps, self.telemetry.samples,
+                                 self._told_to_handler("tokens_per_step"))
 
     def cpu_utilization(self) -> pd.DataFrame:
         """Active cores against the lower bound, one row per sample; see metrics.cpu.cpu_utilization."""
@@ -152,15 +156,22 @@ class Run:
         return efficiency.efficiency(self.kernels, self.steps, self.hardware, by, where,
                                      self._told_to_handler("model_flops_per_step"))
 
-    @cached_property
+    @lazy
     def hardware(self) -> dict[int, Hardware | None]:
         """The peaks of each GPU, by `gpu`; None for one that the peak table does not know."""
         gpus = self.workers.drop_duplicates("gpu")
         return {int(gpu): None if pd.isna(name) else hardware.find(name)
                 for gpu, name in zip(gpus["gpu"], gpus["gpu_name"].astype(object), strict=True)}
 
-    @cached_property
-    def _clocked_kernels(self) -> pd.DataFrame:
+    @lazy
+    def f_peak_mhz(self) -> dict[int, float]:
+        """The clock of each GPU's peak rate: the peak table's, else the limit that the telemetry names, else NaN."""
+        known = {gpu: found.f_peak_mhz for gpu, found in self.hardware.items() if found}
+        return frequency.peaks(self.telemetry.samples, known)
+
+    @lazy
+    def clocked_kernels(self) -> pd.DataFrame:
+        """`kernels` with clock_mhz, memory_clock_mhz, power_w and clock_source; see alignment.telemetry.with_clocks."""
         return with_clocks(self.kernels, self.telemetry.samples)
 
     def _capture_of(self, file: str) -> Capture:

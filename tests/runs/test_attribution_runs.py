@@ -1,7 +1,7 @@
 """Real trainings of the example on CPU: every leaf operation of every layer, forward and backward.
 
-The oracle is plain Python over the raw file: leaf operators by a stack walk, forward layers by the module scopes
-around them, backward layers by the flow arrows that torch draws from a forward operator to its backward node.
+The oracle is plain Python over the raw file: leaf operators, and those that do their work themselves, by a stack
+walk, forward layers by the module scopes around them, backward layers by the flow arrows that torch draws from a forward operator to its backward node.
 """
 
 from __future__ import annotations
@@ -97,6 +97,20 @@ def nested(events: list[dict[str, Any]]) -> list[Entry]:
     return entries
 
 
+def kinds_that_work(entries: list[Entry]) -> set[str]:
+    """Names of library operators that spend most of their time outside the operators they call."""
+    own, called = Counter[str](), Counter[str]()
+    for e in entries:
+        if e.event["cat"] == "cpu_op":
+            if e.calls_operator:
+                own[e.event["name"]] += e.event["dur"]
+            caller = next((o for o in list(e.around())[1:] if o.event["cat"] == "cpu_op"), None)
+            if caller is not None:
+                called[caller.event["name"]] += e.event["dur"]
+    frames = ("autograd::", "torch::", "c10d::", "_c10d_functional::", "c10d_functional::", "fsdp::")
+    return {n for n in own if 2 * called[n] < own[n] and re.match(r"\w+::", n) and not n.startswith(frames)}
+
+
 def load(folder: Path) -> Run:
     file = sorted(folder.glob("*_r0_*.json.gz"))[0]
     trace = kineto.read(file)
@@ -109,8 +123,14 @@ def load(folder: Path) -> Run:
         if e.get("cat") == "fwdbwd":
             arrows[e["id"]][e["ph"]] = starts[e["tid"], e["ts"]]
     forward_of = {id(pair["f"].node): pair["s"] for pair in arrows.values() if "f" in pair and "s" in pair}
-    leaves = {(base + round(e.event["ts"] * 1000), e.event["name"]): e
-              for e in entries if e.event["cat"] == "cpu_op" and not e.calls_operator}
+    working = kinds_that_work(entries)
+
+    def works(e: Entry) -> bool:
+        return e.event["cat"] == "cpu_op" and e.calls_operator and e.event["name"] in working
+
+    leaves = {(base + round(e.event["ts"] * 1000), e.event["name"]): e for e in entries
+              if e.event["cat"] == "cpu_op" and (not e.calls_operator or works(e))
+              and not any(map(works, list(e.around())[1:]))}
     return Run(trace, attribute(trace).kernels, leaves, forward_of)
 
 

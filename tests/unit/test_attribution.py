@@ -496,6 +496,15 @@ def test_leaf_operators_stand_in_where_there_is_no_gpu() -> None:
     assert "cpu_operations" in codes(result)
 
 
+def test_an_operator_that_does_its_work_itself_stands_in_with_all_it_calls() -> None:
+    program = Program().op("aten::linear", 0, 100).op("aten::addmm", 5, 95).op("aten::expand", 10, 20)
+    # The kind decides: a second call that is mostly expand is one row as well.
+    program.op("aten::addmm", 200, 230).op("aten::expand", 205, 225).op("aten::add", 300, 310)
+    rows = program.run().kernels
+    assert list(rows["name"]) == ["aten::addmm", "aten::addmm", "aten::add"]
+    assert list(rows["op_type"]) == ["gemm", "gemm", "vector"]
+
+
 def test_collectives_issued_before_the_capture_stay_without_scope() -> None:
     program = Program().add("async", "gloo:all_reduce", 10, 50, thread=1).op("c10d::allreduce_", 100, 120)
     program.add("async", "gloo:all_reduce", 130, 150, thread=1)

@@ -57,6 +57,11 @@ def test_a_group_of_work_keeps_its_own_share():
     assert t["idle_us"].sum() == 100
 
 
+def test_by_kernel():
+    t = timeline(tables.kernels([{**r, "name": r["operation"]} for r in ROWS]), tables.steps(), by=["gpu", "kernel"])
+    assert row(t, kernel="attn")["compute_us"] == 150
+
+
 def test_where_filters_windows_and_work():
     k, s = tables.kernels(ROWS), tables.steps((0, 0, 180), (1, 180, 420))
     assert row(timeline(k, s, "gpu", {"step": [1]}))["total_us"] == 240

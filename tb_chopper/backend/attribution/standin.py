@@ -1,4 +1,4 @@
-"""Device rows of a profile without a GPU: the leaf operators of the CPU stand in for kernels."""
+"""Device rows of a profile without a GPU: the operators that do the work on the CPU stand in for kernels."""
 
 from __future__ import annotations
 
@@ -18,14 +18,22 @@ ACTIVITY = "cpu_op"
 
 
 def leaves(host: pd.DataFrame, scopes: Scopes) -> tuple[pd.DataFrame, Index]:
-    """DEVICE rows made of operators that call no other operator and of asynchronous collectives (gloo), and the
-    HOST row of each. Streams are threads."""
+    """DEVICE rows made of leaf operators and of asynchronous collectives (gloo), and the HOST row of each. Streams are
+    threads.
+
+    A leaf calls no other operator, or is of a kind that spends most of its time in none: `aten::addmm` multiplies
+    itself and calls `aten::expand` before. What it calls is then part of it and has no row of its own. The kind
+    decides, not the call, so that every layer has the same leaves.
+    """
     is_op = scopes.is_operator & ~scopes.is_role(Role.STEP, Role.OPTIMIZER, Role.SCOPE)
     node = np.flatnonzero(is_op)
     outer = scopes.tree.nearest(scopes.tree.parent[node], is_op)
     calls = np.zeros(len(is_op), bool)
     calls[outer[outer >= 0]] = True
-    rows = np.concatenate((scopes.host_row[node[~calls[node]]],
+    works = np.zeros(len(is_op), bool)
+    works[node] = calls[node] & _works_itself(host, scopes, node, outer)
+    is_part = scopes.tree.nearest(scopes.tree.parent[node], works) >= 0
+    rows = np.concatenate((scopes.host_row[node[(~calls | works)[node] & ~is_part]],
                            np.flatnonzero((host["kind"] == schema.ASYNC).to_numpy())))
     rows = rows[np.argsort(host["start_ns"].to_numpy()[rows], kind="stable")]
     chosen = host.iloc[rows].reset_index(drop=True)
@@ -34,6 +42,18 @@ def leaves(host: pd.DataFrame, scopes: Scopes) -> tuple[pd.DataFrame, Index]:
         "name": chosen["name"].cat.remove_unused_categories(), "activity": ACTIVITY, "device": DEVICE,
         "stream": chosen["thread"], "external_id": chosen["external_id"]}), schema.DEVICE)
     return device, rows
+
+
+def _works_itself(host: pd.DataFrame, scopes: Scopes, node: Index, outer: Index) -> NDArray[np.bool_]:
+    """Which operators are of a kind that spends less than half of the time of its calling calls in the called."""
+    names = host["name"].cat.categories
+    name = host["name"].cat.codes.to_numpy()[scopes.host_row]
+    duration = scopes.tree.end_ns - scopes.tree.start_ns
+    callers = np.unique(outer[outer >= 0])
+    own = np.bincount(name[callers], duration[callers], len(names))
+    called = np.bincount(name[outer[outer >= 0]], duration[node[outer >= 0]], len(names))
+    works = (2 * called < own) & np.asarray([bool(_LIBRARY.match(n)) for n in names], bool)
+    return works[name[node]]
 
 
 def issued_by(host: pd.DataFrame, rows: Index) -> Index:
@@ -52,6 +72,9 @@ def issued_by(host: pd.DataFrame, rows: Index) -> Index:
         k += fits
     return issued
 
+
+_LIBRARY = re.compile(r"^(?!autograd::|torch::|c10d::|_?c10d_functional::|fsdp::)\w+::")
+"""Operators of a library; not the frames around them (autograd nodes, compiled regions, collectives)."""
 
 _COLLECTIVE_CALL = re.compile(r"^c10d::_?(all|reduce|broadcast|gather|scatter|send|recv|barrier)")
 

@@ -27,7 +27,8 @@ def columns(by: By) -> list[str]:
 
 def source(column: str, frame: pd.DataFrame) -> str:
     """The frame's column behind a public name."""
-    name = ALIASES.get(column, column)
+    # A result has the public name already.
+    name = column if column in frame.columns else ALIASES.get(column, column)
     if name not in frame.columns:
         known = sorted({*ALIASES, *frame.columns})
         raise InvalidSelection(f"no column {column!r} to group or filter by; known: {', '.join(known)}")

@@ -47,7 +47,7 @@ def instances(kernels: pd.DataFrame, where: Where = None) -> pd.DataFrame:
         op_type=compute["op_type"].astype(object).to_numpy()[first],
         n_kernels=np.bincount(codes, minlength=n), start_ns=start, elapsed_ns=end - start,
         kernel_ns=grouping.sums(codes, n, (compute["end_ns"] - compute["start_ns"]).to_numpy()), overlap_ns=overlap)
-    out["overlap_ratio"] = np.divide(overlap, out["elapsed_ns"], out=np.zeros(n), where=out["elapsed_ns"].to_numpy() > 0)
+    out["overlap_ratio"] = np.divide(overlap, end - start, out=np.zeros(n), where=end > start)
     out = out.sort_values("start_ns", kind="stable", ignore_index=True)
     out["sample"] = out.groupby(["capture", "phase", "operation"], dropna=False).cumcount()
     return out
@@ -95,7 +95,9 @@ def hidden_communication(kernels: pd.DataFrame, by: By = "gpu", where: Where = N
         parts.append(groups.assign(
             n=np.bincount(codes, minlength=len(groups)), communication=grouping.sums(group, len(groups), high - low),
             hidden=grouping.sums(group, len(groups), iv.covered(low, high, lanes(rows).compute))))
-    rows = pd.concat(parts, ignore_index=True) if parts else pd.DataFrame({c: [] for c in (*by, "n", "communication", "hidden")})
+    if not parts:
+        parts = [pd.DataFrame({c: [] for c in (*by, "n", "communication", "hidden")})]
+    rows = pd.concat(parts, ignore_index=True)
     codes, groups = grouping.number(rows, by)
     n, communication, hidden = (
         grouping.sums(codes, len(groups), rows[c].to_numpy(np.int64)) for c in ("n", "communication", "hidden"))

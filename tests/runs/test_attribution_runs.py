@@ -1,7 +1,8 @@
 """Real trainings of the example on CPU: every leaf operation of every layer, forward and backward.
 
 The oracle is plain Python over the raw file: leaf operators, and those that do their work themselves, by a stack
-walk, forward layers by the module scopes around them, backward layers by the flow arrows that torch draws from a forward operator to its backward node.
+walk; forward layers by the module scopes around them, backward layers by the flow arrows that torch draws from a
+forward operator to its backward node.
 """
 
 from __future__ import annotations
@@ -184,7 +185,7 @@ def test_backward_work_is_in_the_layer_of_its_forward_operator(kind: str, run_of
             wrong.append((row.name, row.layer, row.phase, forward.layer))
     assert not wrong[:5]
     assert set(LAYERS) <= set(checked) and len({checked[layer] for layer in LAYERS}) == 1
-    assert checked["layers.0"] > 30
+    assert checked["layers.0"] >= 20
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -197,7 +198,7 @@ def test_recompute_is_forward_work_inside_backward(kind: str, run_of: Callable[[
             assert (row.layer, row.phase) == (entry.layer, "backward")
         assert row.recompute == expected, (row.name, row.attributed_by)
     if "checkpoint" in kind:
-        assert set(repeated) == set(LAYERS) and len(set(repeated.values())) == 1 and repeated["layers.0"] > 50
+        assert set(repeated) == set(LAYERS) and len(set(repeated.values())) == 1 and repeated["layers.0"] >= 30
     else:
         assert not repeated
 

@@ -10,6 +10,7 @@ pass has written stays, whatever happens to the next.
 
 from __future__ import annotations
 
+import argparse
 import csv
 import hashlib
 import importlib.util
@@ -26,10 +27,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from torch_ext.counter_plan import NCU_METRICS, Plan, architecture, plan
+from torch_ext.counter_plan import NCU_METRICS, PRESETS, Plan, PlanError, architecture, plan
 
 PASS_VARIABLE = "TB_CHOPPER_PASS"
-"""Set to the number of the pass in the environment of a counter run: no trace is recorded there."""
+"""Set to the folder of the pass in the environment of a counter run: no trace is recorded there (counter_pass.py)."""
 FOLDER = "counters"
 STATE = "collection.json"
 LOG = "log.txt"
@@ -120,13 +121,13 @@ def command_of(profiler: Profiler, counters: Sequence[str], folder: Path, comman
             "-o", "%hostname%/r%env{RANK}%_%pid%", "--", *command]
 
 
-def environment_of(number: int, environment: Mapping[str, str] | None = None) -> dict[str, str]:
+def environment_of(folder: Path, environment: Mapping[str, str] | None = None) -> dict[str, str]:
     """The environment of one pass: without what other profilers left in it, and with patience for slow collectives."""
     source = os.environ if environment is None else environment
     clean = {k: v for k, v in source.items() if not _INHERITED.match(k)}
     # NCCL's and RCCL's own watchdogs would take serialized kernels for a hang.
     patience = {"TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "7200", "TORCH_NCCL_ENABLE_MONITORING": "0"}
-    return {**patience, **clean, PASS_VARIABLE: str(number)}
+    return {**patience, **clean, PASS_VARIABLE: str(folder.absolute())}
 
 
 # ---- running
@@ -186,7 +187,7 @@ def _run(p: PassResult, profiler: Profiler, folder: Path, command: Sequence[str]
         try:
             process = subprocess.Popen(
                 command_of(profiler, p.counters, folder, command), stdin=subprocess.DEVNULL, stdout=log,
-                stderr=subprocess.STDOUT, env=environment_of(p.number), start_new_session=True)
+                stderr=subprocess.STDOUT, env=environment_of(folder), start_new_session=True)
         except OSError as error:
             raise CollectError(f"{profiler.path} does not start: {error.strerror or error}") from error
         ended_by = _watch(process, folder, time_limit_s, stall_limit_s, grace_s)
@@ -322,3 +323,43 @@ def _finished(folder: Path, command: Sequence[str]) -> dict[int, PassResult]:
 
 def _digest(command: Sequence[str]) -> str:
     return hashlib.sha256("\0".join(command).encode()).hexdigest()
+
+
+# ---- tb-chopper collect
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `tb-chopper collect`."""
+    parser.add_argument("--out", required=True, metavar="DIR", help="the run's directory, beside its traces; the "
+                        f"counters go to DIR/{FOLDER}/pass_N")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--preset", choices=tuple(PRESETS), default="breakdown",
+                      help="which question to answer (default: %(default)s)")
+    what.add_argument("--counters", metavar="A,B", default="", help="counters (rocprofv3) or metrics (ncu) by name")
+    parser.add_argument("--per-pass", type=int, default=3, metavar="N",
+                        help="counters in one run of the command (default: %(default)s)")
+    parser.add_argument("--time-limit", type=float, default=3600.0, metavar="S",
+                        help="seconds after which a pass is stopped (default: %(default)g)")
+    parser.add_argument("--stall-limit", type=float, default=600.0, metavar="S",
+                        help="seconds without output or growing files after which it is (default: %(default)g)")
+    parser.add_argument("--resume", action="store_true", help="keep the passes that the same command finished before")
+    parser.add_argument("--dry-run", action="store_true", help="print the commands and run nothing")
+    parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND ...",
+                        help="the training, as you run it; a few steps are enough")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Collect. Returns 0, 1 where a pass lacks something, or 2 with one line on stderr where nothing can be run."""
+    command = args.command[1:] if args.command[:1] == ["--"] else args.command
+    try:
+        report = collect(
+            command, args.out, counters=[c for c in args.counters.split(",") if c], preset=args.preset,
+            per_pass=args.per_pass, time_limit_s=args.time_limit, stall_limit_s=args.stall_limit, resume=args.resume,
+            dry_run=args.dry_run)
+    except (CollectError, PlanError) as error:
+        print(f"tb-chopper collect: {error}", file=sys.stderr)
+        return 2
+    if args.dry_run:
+        return 0
+    print(report.folder)
+    return 0 if report.ok else 1

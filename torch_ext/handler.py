@@ -17,7 +17,7 @@ import torch
 import torch.distributed
 from torch.profiler import ProfilerAction
 
-from torch_ext import sidecar
+from torch_ext import counter_pass, sidecar
 from torch_ext.annotation import annotated_modules, module_table
 from torch_ext.export import export, offers_python_export
 from torch_ext.sampling import start_telemetry
@@ -50,9 +50,16 @@ def chopper_trace_handler(
     telemetry: sample clocks, power and CPU use into `<host>.telemetry.csv` from now on, in one process per host
     (torch_ext.start_telemetry) that ends with the training.
 
+    In a pass of torch_ext.counters neither is written, nor telemetry: see torch_ext.counter_pass.
+
     Nothing here stops the training: what fails is told in one warning, and the standard trace is still written where
     that is possible. The environment and the command line are never written.
     """
+    if counter_pass.folder() is not None:
+        counter_pass.leave_gpu_to_counters()
+        counter_pass.write_identity(identity())
+        # Again at the end of a capture: by then the rank is known for sure.
+        return lambda prof: counter_pass.write_identity(identity())
     facts: sidecar.Training = {
         "tokens_per_step": tokens_per_step,
         "model_flops_per_step": model_flops_per_step,

@@ -23,7 +23,7 @@ own, command = args[:args.index("--")], args[args.index("--") + 1:]
 counters = own[own.index("--pmc") + 1:own.index("--kernel-trace")]
 folder, pattern = own[own.index("-d") + 1], own[own.index("-o") + 1]
 behaviour = os.environ.get("FAKE", "")
-number = os.environ["TB_CHOPPER_PASS"]
+number = os.environ["TB_CHOPPER_PASS"].rpartition("_")[2]
 with open(os.environ["FAKE_LOG"], "a") as log:
     log.write(f"{{number}} {{os.environ.get('LD_PRELOAD', '')}} {{os.getpid()}}\\n")
 def wanted(what):
@@ -159,10 +159,11 @@ def test_a_dry_run_prints_what_it_would_run_and_writes_nothing(fake, tmp_path):
 
 
 def test_the_environment_is_clean_and_says_which_pass_it_is():
-    env = environment_of(3, {"LD_PRELOAD": "x.so", "ROCP_TOOL_LIB": "y", "ROCPROF_OUTPUT": "z", "HSA_TOOLS_LIB": "w",
-                             "KINETO_CONFIG": "k", "PATH": "/bin", "TORCH_NCCL_ENABLE_MONITORING": "1"})
+    inherited = {"LD_PRELOAD": "x.so", "ROCP_TOOL_LIB": "y", "ROCPROF_OUTPUT": "z", "HSA_TOOLS_LIB": "w",
+                 "KINETO_CONFIG": "k", "PATH": "/bin", "TORCH_NCCL_ENABLE_MONITORING": "1"}
+    env = environment_of(Path("/log/counters/pass_3"), inherited)
     assert env.pop("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC")
-    assert env == {"PATH": "/bin", "TB_CHOPPER_PASS": "3", "TORCH_NCCL_ENABLE_MONITORING": "1"}
+    assert env == {"PATH": "/bin", "TB_CHOPPER_PASS": "/log/counters/pass_3", "TORCH_NCCL_ENABLE_MONITORING": "1"}
 
 
 def test_files_of_ranks_cannot_collide():
@@ -209,3 +210,35 @@ def test_what_does_not_start_is_one_line(tmp_path, profiler):
         collect(COMMAND, tmp_path, profiler=profiler, progress=lambda t: None, **QUICK)
     with pytest.raises(CollectError, match="no command"):
         collect([], tmp_path, profiler=profiler)
+
+
+# ---- tb-chopper collect
+
+
+def collected(*arguments: str) -> int:
+    from tb_chopper import cli
+
+    return cli.main(["collect", *arguments])
+
+
+def test_the_command_line_collects_and_says_where(fake, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("PATH", f"{Path(fake.path).parent}:{os.environ['PATH']}")
+    out = ["--out", str(tmp_path / "run"), "--counters", "SQ_WAVES,SQ_BUSY_CYCLES,SQ_CYCLES"]
+    assert collected(*out, "--dry-run", "--", *COMMAND) == 0
+    assert "--pmc GRBM_GUI_ACTIVE SQ_WAVES" in capsys.readouterr().err and not (tmp_path / "run").exists()
+    monkeypatch.setenv("FAKE", "silent@2")
+    assert collected(*out, "--", *COMMAND) == 1
+    monkeypatch.setenv("FAKE", "")
+    assert collected(*out, "--resume", "--", *COMMAND) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == str(tmp_path / "run" / "counters")
+    assert len((tmp_path / "calls").read_text().splitlines()) == 3
+    assert counter_files.read(tmp_path / "run").counters["SQ_CYCLES"].notna().any()
+
+
+@pytest.mark.parametrize(("arguments", "says"), [
+    (["--counters", "SQ_WAVES"], "no command to run"), (["--per-pass", "1", "--", "python"], "at least 2")])
+def test_what_cannot_be_collected_is_one_line(fake, tmp_path, monkeypatch, capsys, arguments, says):
+    monkeypatch.setenv("PATH", f"{Path(fake.path).parent}:{os.environ['PATH']}")
+    assert collected("--out", str(tmp_path), *arguments) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert says in line

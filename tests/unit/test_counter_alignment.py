@@ -187,7 +187,7 @@ def test_ranks_by_file_by_process_and_by_place():
     crossed = [(2, EXACT), (3, EXACT), (0, EXACT), (1, EXACT)]
     assert of(0, 1) == (straight, set())
     assert of(1, 0) == (crossed, set())
-    assert of(None, None, ranks={10: 1, 11: 0}) == (crossed, set())
+    assert of(None, None, ranks={(1, "", 10): 1, (1, "", 11): 0}) == (crossed, set())
     assert of(None, None) == (straight, {"counter_rank_guessed"})
     assert of(0, 7)[1] == {"counter_rank_unknown", "counters_partly_matched"}
 

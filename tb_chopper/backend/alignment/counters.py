@@ -35,6 +35,10 @@ _STAND_IN, _ORDERED, _FORCED = 0, 1, 2
 """How certain a dispatch is: another one of the kernel, the n-th of as many, or the one that it must be."""
 
 
+Ranks = Mapping[tuple[int, str, int], int]
+"""Rank by pass, host and process id of the counter run."""
+
+
 @dataclass
 class Alignment:
     """pairs: one row per kernel and pass: kernel (index of KERNELS), pass, row (index of COUNTERS), match.
@@ -53,8 +57,8 @@ class Alignment:
     findings: list[Finding] = field(default_factory=list)
 
 
-def align(kernels: pd.DataFrame, counters: pd.DataFrame, ranks: Mapping[int, int] | None = None) -> Alignment:
-    """Match the dispatches of COUNTERS to the kernels of KERNELS. `ranks`: rank by process id of the counter run."""
+def align(kernels: pd.DataFrame, counters: pd.DataFrame, ranks: Ranks | None = None) -> Alignment:
+    """Match the dispatches of COUNTERS to the kernels of KERNELS. `ranks`: what the processes said of themselves."""
     rows = _rows(kernels)
     groups, findings = _gpus(counters, sorted(rows["gpu"].unique()), ranks or {})
     trace_symbol, counter_symbol, by_family = _symbols(rows, counters)
@@ -93,7 +97,7 @@ def _rows(kernels: pd.DataFrame) -> pd.DataFrame:
     return rows.iloc[np.lexsort((rows["start_ns"], launched, rows["gpu"]))]
 
 
-def _gpus(counters: pd.DataFrame, gpus: Sequence[int], ranks: Mapping[int, int],
+def _gpus(counters: pd.DataFrame, gpus: Sequence[int], ranks: Ranks,
           ) -> tuple[list[tuple[tuple[int, int], np.ndarray]], list[Finding]]:
     """((pass, gpu), counter rows in dispatch order) of every process and device that counted.
 
@@ -105,9 +109,9 @@ def _gpus(counters: pd.DataFrame, gpus: Sequence[int], ranks: Mapping[int, int],
     keys = ["pass", "host", "process", "agent"]
     found: list[tuple[int, int, int, np.ndarray]] = []
     unplaced, guessed = 0, 0
-    for (number, _, process, _), rows in kept.groupby(keys, observed=True, dropna=False, sort=True):
+    for (number, host, process, _), rows in kept.groupby(keys, observed=True, dropna=False, sort=True):
         first = rows.iloc[0]
-        rank = ranks.get(int(process), first["rank"])
+        rank = ranks.get((int(number), "" if pd.isna(host) else str(host), int(process)), first["rank"])
         if not pd.isna(rank):
             gpu = int(rank)
         elif len(gpus) == 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sqlite3
 import zlib
 from collections.abc import Callable, Iterable
@@ -30,17 +31,24 @@ from tb_chopper.backend.schema import CounterFile
 ENDINGS = (".csv", ".csv.gz", ".json", ".json.gz", ".db", ".sqlite")
 _HEAD_BYTES = 1 << 16
 _AGENT_FILE = "_agent_info"
+_IDENTITY = ".identity.json"
 
 
 @dataclass
 class CounterRun:
     """`counters`: COUNTERS of every dispatch with counters; `dispatches`: the kernel traces of the same runs, without
-    counters; AGENTS; what is wrong with them."""
+    counters; AGENTS; what is wrong with them; `ranks`: by pass, host and process id, where the processes told it."""
 
     counters: pd.DataFrame
     dispatches: pd.DataFrame
     agents: pd.DataFrame
     findings: list[Finding] = field(default_factory=list)
+    ranks: dict[tuple[int, str, int], int] = field(default_factory=dict)
+
+
+def nothing() -> CounterRun:
+    """A run without counters."""
+    return CounterRun(schema.empty(schema.COUNTERS), schema.empty(schema.COUNTERS), schema.empty(schema.AGENTS))
 
 
 def read(folder: Path) -> CounterRun:
@@ -65,7 +73,19 @@ def read(folder: Path) -> CounterRun:
     agents = schema.concat([f.agents for f in files if len(f.agents)], schema.AGENTS).drop_duplicates(ignore_index=True)
     counters, wrong = counter_checks.check(join(f.counters for f in counted), agents)
     findings += [f for file in files for f in file.findings]
-    return CounterRun(counters, join(f.counters for f in traced), agents, findings + wrong)
+    return CounterRun(counters, join(f.counters for f in traced), agents, findings + wrong, _ranks(folder))
+
+
+def _ranks(folder: Path) -> dict[tuple[int, str, int], int]:
+    """What torch_ext.counter_pass wrote, one file per process."""
+    out = {}
+    for path in folder.rglob(f"*{_IDENTITY}"):
+        try:
+            told = json.loads(path.read_bytes())
+            out[counter_rows.place(path).number, str(told["host"]), int(told["pid"])] = int(told["rank"])
+        except (OSError, ValueError, KeyError, TypeError):
+            continue
+    return out
 
 
 def reader_of(path: Path) -> Callable[[Path], CounterFile] | None:

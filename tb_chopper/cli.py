@@ -60,6 +60,15 @@ def _parser() -> argparse.ArgumentParser:
     sampler.add_arguments(sample)
     sample.set_defaults(run=sampler.run)
 
+    from torch_ext import counters
+
+    collect = commands.add_parser(
+        "collect", help="run a training again for its hardware counters",
+        description="Runs the command once per few counters under rocprofv3 (AMD) or Nsight Compute (NVIDIA), stops a "
+        "run that hangs, keeps what was finished. Record the trace first, with the same command.")
+    counters.add_arguments(collect)
+    collect.set_defaults(run=counters.run)
+
     from tb_chopper.backend.export import arguments as exports
 
     export = commands.add_parser(

@@ -74,6 +74,14 @@ class Capture:
         different = {n for n in names.values() if n}
         return different.pop() if len(different) == 1 and device != "cpu" else None
 
+    def units(self, device: str) -> int | None:
+        """CUs or SMs of the device, by the trace, else the sidecar; as `gpu_name` where it is not listed."""
+        by_device = {str(p.get("id")): p.get("numSms") for p in self.meta.get("deviceProperties") or []}
+        told = self.sidecar.get("identity", {}).get("device", {}).get("compute_units")
+        different = set(by_device.values())
+        units = by_device.get(device) or (different.pop() if len(different) == 1 else None) or told
+        return units if isinstance(units, int) and units > 0 else None
+
     def _told(self, key: str) -> tuple[Any, Any]:
         return self.meta.get("distributedInfo", {}).get(key), self.sidecar.get("identity", {}).get(key)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +11,8 @@ import pandas as pd
 
 from tb_chopper.backend import capture as captures
 from tb_chopper.backend import hardware, logdir, schema
+from tb_chopper.backend.alignment import counters as counter_alignment
+from tb_chopper.backend.alignment.counters import Alignment
 from tb_chopper.backend.alignment.telemetry import RunTelemetry, with_clocks
 from tb_chopper.backend.alignment.telemetry import join as join_telemetry
 from tb_chopper.backend.capture import Capture, Progress
@@ -18,9 +20,22 @@ from tb_chopper.backend.errors import NotFound, UnreadableFile
 from tb_chopper.backend.findings import Finding, by_severity
 from tb_chopper.backend.hardware import Hardware
 from tb_chopper.backend.lazy import lazy
-from tb_chopper.backend.metrics import cpu, efficiency, frequency, launch, overlap, power, throughput, timeline
+from tb_chopper.backend.metrics import (
+    breakdown,
+    counter_ratios,
+    cpu,
+    efficiency,
+    frequency,
+    launch,
+    overlap,
+    power,
+    roofline,
+    throughput,
+    timeline,
+)
 from tb_chopper.backend.metrics.grouping import By, Where
-from tb_chopper.backend.readers import telemetry_logs
+from tb_chopper.backend.readers import counter_files, telemetry_logs
+from tb_chopper.backend.readers.counter_files import CounterRun
 from tb_chopper.backend.readers.log_times import TimeBase
 
 if TYPE_CHECKING:
@@ -28,12 +43,15 @@ if TYPE_CHECKING:
 
 
 def open_run(path: str | Path, *, communication: Sequence[str] = (), telemetry: Sequence[str | Path] = (),
-             time_base: TimeBase | None = None, progress: Progress | None = None) -> Run:
+             time_base: TimeBase | None = None, hardware: Mapping[str, float] | None = None,
+             progress: Progress | None = None) -> Run:
     """The run in a directory, or one trace file as a run of its own; `path` may be an fsspec URL.
 
     Nothing is read before it is asked for. `communication`: regular expressions of communication kernels beyond
     the known ones. `telemetry`: logs of amd-smi, rocm-smi, nvidia-smi or dmon beside those in the run's directory;
-    `time_base`: what is known of their times, where they do not tell. Raises NotFound where there is no trace, or
+    `time_base`: what is known of their times, where they do not tell. `hardware`: peaks and clock of the GPUs where
+    the peak table does not know them or has others; keys of hardware.OVERRIDES, as in
+    `hardware={"peak_tflops": 1307.4, "f_peak_mhz": 2100}`. Raises NotFound where there is no trace, or
     more than one run: then the message lists them.
     """
     runs = logdir.find_runs(path)
@@ -41,20 +59,22 @@ def open_run(path: str | Path, *, communication: Sequence[str] = (), telemetry: 
         raise NotFound(logdir.why_no_run(path))
     if len(runs) > 1:
         raise NotFound(f"{path} holds {len(runs)} runs; open one of them: {', '.join(r.name for r in runs)}")
-    return Run(runs[0], communication, progress, telemetry, time_base)
+    return Run(runs[0], communication, progress, telemetry, time_base, hardware)
 
 
 class Run:
     """One run. Its tables are made on first use and kept; several threads may ask at once."""
 
     def __init__(self, files: logdir.RunFiles, communication: Sequence[str] = (), progress: Progress | None = None,
-                 telemetry: Sequence[str | Path] = (), time_base: TimeBase | None = None):
+                 telemetry: Sequence[str | Path] = (), time_base: TimeBase | None = None,
+                 hardware: Mapping[str, float] | None = None):
         self.files = files
         self.name = files.name if files.name != "." else files.path.name or "."
         self._communication = tuple(communication)
         self._progress = progress
         self._telemetry = [(f.path, f.path.name) for f in files.telemetry] + [(p, Path(p).name) for p in telemetry]
         self._time_base = time_base
+        self._override = hardware
         self._lock = threading.Lock()
         self._read: tuple[list[Capture], list[Finding]] | None = None
 
@@ -100,6 +120,26 @@ class Run:
         joined = join_telemetry(logs, self.workers, {c: s for c, s in sidecars.items() if s})
         joined.findings[:0] = failed
         return joined
+
+    @lazy
+    def counters(self) -> CounterRun:
+        """Hardware counters of the run's counters folder: seconds on first use; empty tables where there are none."""
+        if not self.files.counters or not isinstance(self.files.path, Path):
+            return counter_files.nothing()
+        return counter_files.read(self.files.path / logdir.COUNTERS)
+
+    @lazy
+    def counter_alignment(self) -> Alignment:
+        """Which dispatch of the counter run is which kernel; see alignment.counters.align."""
+        return counter_alignment.align(self.kernels, self.counters.counters, self.counters.ranks)
+
+    @lazy
+    def counter_findings(self) -> list[Finding]:
+        """What is to be known about counters and how they fit the trace. Not among `findings`: those must not cost
+        the reading of the counters."""
+        if not len(self.counters.counters):
+            return by_severity(self.counters.findings)
+        return by_severity([*self.counters.findings, *self.counter_alignment.findings])
 
     @lazy
     def findings(self) -> list[Finding]:
@@ -156,12 +196,28 @@ class Run:
         return efficiency.efficiency(self.kernels, self.steps, self.hardware, by, where,
                                      self._told_to_handler("model_flops_per_step"))
 
+    def overhead_breakdown(self, by: By = "operation", where: Where = None,
+                           overlap_method: breakdown.Method = "auto") -> pd.DataFrame:
+        """From theoretical to actual time, factor by factor; see metrics.breakdown.overhead_breakdown."""
+        return breakdown.overhead_breakdown(self.clocked_kernels, self.counters.counters, self.counter_alignment.pairs,
+                                            self.hardware, by, where, overlap_method)
+
+    def counter_ratios(self, by: By = "operation", where: Where = None) -> pd.DataFrame:
+        """Utilizations from hardware counters; see metrics.counter_ratios.counter_ratios."""
+        return counter_ratios.counter_ratios(self.kernels, self.counters.counters, self.counters.agents,
+                                             self.counter_alignment.pairs, by, where)
+
+    def roofline(self, by: By = "operation", where: Where = None) -> pd.DataFrame:
+        """FLOP/s and FLOPs per byte against the peaks; see metrics.roofline.roofline."""
+        return roofline.roofline(self.clocked_kernels, self.hardware, by, where)
+
     @lazy
     def hardware(self) -> dict[int, Hardware | None]:
-        """The peaks of each GPU, by `gpu`; None for one that the peak table does not know."""
-        gpus = self.workers.drop_duplicates("gpu")
-        return {int(gpu): None if pd.isna(name) else hardware.find(name)
-                for gpu, name in zip(gpus["gpu"], gpus["gpu_name"].astype(object), strict=True)}
+        """The peaks of each GPU, by `gpu`; None for one that the peak table does not know and the user did not tell."""
+        return {int(gpu): hardware.find(None if pd.isna(name) else str(name), override=self._override,
+                                        units=self._capture_of(file).units(device))
+                for gpu, name, file, device in self.workers.drop_duplicates("gpu")[
+                    ["gpu", "gpu_name", "file", "device"]].itertuples(index=False) if device != "cpu"}
 
     @lazy
     def f_peak_mhz(self) -> dict[int, float]:

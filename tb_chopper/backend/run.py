@@ -214,10 +214,11 @@ class Run:
     @lazy
     def hardware(self) -> dict[int, Hardware | None]:
         """The peaks of each GPU, by `gpu`; None for one that the peak table does not know and the user did not tell."""
-        return {int(gpu): hardware.find(None if pd.isna(name) else str(name), override=self._override,
-                                        units=self._capture_of(file).units(device))
-                for gpu, name, file, device in self.workers.drop_duplicates("gpu")[
-                    ["gpu", "gpu_name", "file", "device"]].itertuples(index=False) if device != "cpu"}
+        gpus = self.workers.drop_duplicates("gpu")[["gpu", "gpu_name", "file", "device"]]
+        return {int(gpu): None if device == "cpu" else hardware.find(
+                    None if pd.isna(name) else str(name), units=self._capture_of(file).units(device),
+                    override=self._override)
+                for gpu, name, file, device in gpus.itertuples(index=False)}
 
     @lazy
     def f_peak_mhz(self) -> dict[int, float]:

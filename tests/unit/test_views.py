@@ -144,6 +144,9 @@ TOGETHER = {
     "overlap": ("hidden_communication", "communication"),
     "launch": ("prep", "call", "under_communication", "graph", "unattributed"),
     "breakdown": ("theoretical", "instruction", "utilization", "overlap", "frequency"),
+    "sensors": ("frequency", "memory_clock", "power", "temperature"),
+    "energy": ("power", "communication"),
+    "cores": ("active_cores", "needed_cores", "siblings", "threads"),
 }
 
 

@@ -152,6 +152,13 @@ def throttle_shares(samples: pd.DataFrame, within: pd.DataFrame | None = None) -
     return out.sort_values(["gpu", "time_us"], ascending=[True, False], ignore_index=True)[names]
 
 
+def throttled(samples: pd.DataFrame) -> np.ndarray:
+    """Share of each sample's time in which at least one reason held for certain; NaN where that is unknown."""
+    texts = samples["throttle"].astype(object)
+    known = {text: 1 - _shares(text)["none"] for text in texts.dropna().unique()}
+    return texts.map(known).to_numpy(np.float64)
+
+
 def _shares(text: str) -> dict[str, float]:
     """`power:40 thermal:5` as shares; what no reason covers for certain is `none`."""
     if text == "none":

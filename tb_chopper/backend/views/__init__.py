@@ -40,7 +40,13 @@ REGISTRY: dict[str, Entry] = {
             "How much communication is hidden behind compute?",
             ("operation", "layer", "phase", "step"),
         ),
-        Entry("dvfs", "DVFS", "At which clock did the hardware run, and what did that cost?"),
+        Entry(
+            "dvfs",
+            "DVFS",
+            "At which clock did the hardware run, and what did that cost?",
+            ("operation", "layer", "phase", "kernel"),
+            {"time": ("capture", "log")},
+        ),
         Entry(
             "launch",
             "Launch",

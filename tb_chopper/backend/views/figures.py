@@ -130,6 +130,11 @@ def row_label(row: Mapping[str, Any], by: Sequence[str]) -> str:
     return " · ".join(group_name(column, row[column]) for column in by)
 
 
+def faded(color: str, opacity: float) -> str:
+    """A colour of the palette with an opacity."""
+    return f"rgba({int(color[1:3], 16)},{int(color[3:5], 16)},{int(color[5:7], 16)},{opacity})"
+
+
 def group_name(column: str, value: Any) -> str:
     """One group of a column: `GPU 2`, `step 5`, or the name itself."""
     if value is None or value is pd.NA or value != value:

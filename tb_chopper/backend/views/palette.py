@@ -33,6 +33,16 @@ COLORS: dict[str, str] = {
     "utilization": "#DC267F",
     "overlap": "#FE6100",
     "frequency": "#FFB000",
+    # what the sensors say
+    "memory_clock": "#4D9A6A",
+    "power": "#B8559B",
+    "temperature": "#D8483E",
+    "throttle": "#A8743C",
+    # the host's cores
+    "active_cores": "#1F95A6",
+    "needed_cores": "#CC6677",
+    "siblings": "#6F63C9",
+    "threads": "#8F8F2B",
 }
 
 LABELS: dict[str, str] = {
@@ -58,6 +68,14 @@ LABELS: dict[str, str] = {
     "utilization": "Utilization",
     "overlap": "Overlap",
     "frequency": "Frequency",
+    "memory_clock": "Memory clock",
+    "power": "Power",
+    "temperature": "Temperature",
+    "throttle": "Throttled",
+    "active_cores": "Active",
+    "needed_cores": "Needed at least",
+    "siblings": "Both siblings busy",
+    "threads": "Threads of the training",
 }
 
 COMPARED_PATTERN = "/"

@@ -12,6 +12,7 @@ import pandas as pd
 from tb_chopper.backend import capture as captures
 from tb_chopper.backend import hardware, logdir, schema
 from tb_chopper.backend.alignment import counters as counter_alignment
+from tb_chopper.backend.alignment import ranks
 from tb_chopper.backend.alignment.counters import Alignment
 from tb_chopper.backend.alignment.telemetry import RunTelemetry, with_clocks
 from tb_chopper.backend.alignment.telemetry import join as join_telemetry
@@ -22,13 +23,16 @@ from tb_chopper.backend.hardware import Hardware
 from tb_chopper.backend.lazy import lazy
 from tb_chopper.backend.metrics import (
     breakdown,
+    collectives,
     counter_ratios,
     cpu,
     efficiency,
     frequency,
+    grouping,
     launch,
     overlap,
     power,
+    process_groups,
     roofline,
     throughput,
     timeline,
@@ -40,6 +44,9 @@ from tb_chopper.backend.readers.log_times import TimeBase
 
 if TYPE_CHECKING:
     from tb_chopper.backend.views.view import View
+
+Roles = Mapping[str, str] | None
+"""Process group, by name or description, to what it is for."""
 
 
 def open_run(path: str | Path, *, communication: Sequence[str] = (), telemetry: Sequence[str | Path] = (),
@@ -77,6 +84,7 @@ class Run:
         self._override = hardware
         self._lock = threading.Lock()
         self._read: tuple[list[Capture], list[Finding]] | None = None
+        self._arrivals: dict[bool, tuple[pd.DataFrame, ranks.Matched]] = {}
 
     # -- tables ---------------------------------------------------------------------------------------------------
 
@@ -146,6 +154,7 @@ class Run:
         """What is to be known about the data of this run, the worst first."""
         captures, failed = self._load()
         return by_severity([*failed, *(f for c in captures for f in c.findings), *_rank_findings(self.workers),
+                            *self._comparable[1], *collectives.findings(*self._arrived()),
                             *self.telemetry.findings])
 
     # -- metrics: definitions in docs/metrics.md -------------------------------------------------------------------
@@ -195,6 +204,55 @@ class Run:
         """Utilization, SM efficiency, occupancy, MFU and HFU side by side; see metrics.efficiency.efficiency."""
         return efficiency.efficiency(self.kernels, self.steps, self.hardware, by, where,
                                      self._told_to_handler("model_flops_per_step"))
+
+    def collectives(self, by: By | None = None, where: Where = None, roles: Roles = None,
+                    correct_clocks: bool = True) -> pd.DataFrame:
+        """Waiting, transfer and bandwidth of collectives across ranks; see metrics.collectives.collectives.
+
+        `roles`: of process groups, where those inferred are wrong. `correct_clocks=False`: hosts keep their clocks.
+        """
+        links = {h.link_bytes_per_s for h in self.hardware.values() if h and h.link_bytes_per_s}
+        return collectives.collectives(self._arrived(correct_clocks)[0], by, where, self._roles(roles),
+                                       links.pop() if len(links) == 1 else None)
+
+    def arrivals(self, where: Where = None, correct_clocks: bool = True) -> pd.DataFrame:
+        """One row per collective and GPU: when it arrived, how long it waited; see metrics.collectives.arrivals."""
+        return grouping.select(self._arrived(correct_clocks)[0], where)
+
+    def process_groups(self, roles: Roles = None) -> pd.DataFrame:
+        """What each process group is for; see metrics.process_groups.process_groups."""
+        return process_groups.process_groups(self._arrived()[0], roles)
+
+    def gradient_barrier(self, roles: Roles = None) -> pd.DataFrame:
+        """The last reduction of gradients of each step; see metrics.collectives.gradient_barrier."""
+        return collectives.gradient_barrier(self._arrived()[0], self.kernels, self._roles(roles))
+
+    @property
+    def clock_offsets(self) -> pd.DataFrame:
+        """The clocks of the hosts against the first one's; see alignment.ranks.Matched."""
+        return self._arrived()[1].clocks
+
+    @lazy
+    def _comparable(self) -> tuple[list[int], list[Finding]]:
+        return ranks.comparable(self.workers)
+
+    def _arrived(self, correct_clocks: bool = True) -> tuple[pd.DataFrame, ranks.Matched]:
+        if correct_clocks not in self._arrivals:
+            hosts = self.workers.drop_duplicates("gpu").set_index("gpu")["host"].astype(object)
+            self._arrivals[correct_clocks] = collectives.arrivals(
+                grouping.select(self.kernels, {"capture": self._comparable[0]}),
+                {int(g): None if pd.isna(h) else str(h) for g, h in hosts.items()}, self._members(), correct_clocks)
+        return self._arrivals[correct_clocks]
+
+    def _members(self) -> dict[int, dict[str, list[int]]]:
+        """By gpu and name of a process group: its ranks, as that gpu's trace tells them."""
+        gpu = self.workers.drop_duplicates("file").set_index("file")["gpu"]
+        return {int(gpu[c.file.path.name]): collectives.members(c.meta.get("distributedInfo", {}))
+                for c in self.captures}
+
+    def _roles(self, given: Roles) -> dict[str, str]:
+        groups = self.process_groups(given)
+        return dict(zip(groups["group"], groups["role"], strict=True))
 
     def overhead_breakdown(self, by: By = "operation", where: Where = None,
                            overlap_method: breakdown.Method = "auto") -> pd.DataFrame:

@@ -54,7 +54,7 @@ class Job:
 
     future: Future[str] = field(default_factory=Future)
     done: float = 0.0
-    doing: str = "Waiting for another read to finish"
+    doing: str = "Starting"
     started_s: float = field(default_factory=time.monotonic)
 
     def report(self, done: float, doing: str) -> None:
@@ -163,7 +163,11 @@ class RunStore:
             holders = {r.name: self._holder(r) for r in listed}
             # Locks are taken in the order of names: two comparisons of the same two runs cannot block each other.
             for name in sorted(holders):
-                stack.enter_context(holders[name].lock)
+                lock = holders[name].lock
+                if not lock.acquire(blocking=False):
+                    job.report(0.0, "Waiting for another read to finish")
+                    lock.acquire()
+                stack.callback(lock.release)
             runs = [self._opened(r, holders[r.name], job, i, len(listed)) for i, r in enumerate(listed)]
             return compute(*runs)
 

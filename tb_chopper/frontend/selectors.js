@@ -18,7 +18,7 @@ export function renderBar(bar, { runs, offers, entry }) {
       offers.steps.length ? field("steps", "Steps", stepRange(offers.steps, state.steps)) : null,
     ] : null,
     entry?.by.length ? field("by", "By", choice("by", entry.by, state.by, entry.by[0], true)) : null,
-    Object.entries(entry?.options ?? {}).map(([key, values]) => field(key, key[0].toUpperCase() + key.slice(1), choice(key, values, state[key], values[0], true))),
+    Object.entries(entry?.options ?? {}).map(([key, values]) => field(key, key[0].toUpperCase() + key.slice(1).replaceAll("_", " "), choice(key, values, state[key], values[0], true))),
     state.focus ? h("button", { type: "button", class: "chip", title: state.focus, onclick: () => model.set({ focus: null }), "aria-label": `Stop looking at ${state.focus}` },
       h("span", {}, state.focus), " ✕") : null,
   );

@@ -22,9 +22,9 @@ def cpu_utilization(cpu: pd.DataFrame, cores: pd.DataFrame) -> pd.DataFrame:
     awake = busy[busy["cpu"] >= 0]
     per_core = awake[awake["core"].notna()].groupby([*keys, "core"], observed=True, dropna=False).size()
     grouped = per_core.groupby(level=[0, 1], dropna=False)
-    out = busy.groupby(keys, observed=True, dropna=False).agg(
-        c_active=("cpu", lambda c: int((c >= 0).sum())), c_min=("busy_pct", "sum"),
-        threads=("threads", lambda t: t.sum(min_count=1)))
+    samples = busy.assign(c_active=(busy["cpu"] >= 0).astype("int64")).groupby(keys, observed=True, dropna=False)
+    out = samples.agg(c_active=("c_active", "sum"), c_min=("busy_pct", "sum")).assign(
+        threads=samples["threads"].sum(min_count=1))
     out = out.assign(c_min=out["c_min"] / 100, active_physical=grouped.size(),
                      both_siblings=(per_core >= 2).groupby(level=[0, 1], dropna=False).sum()).reset_index()
     out["physical"] = out["host"].map(n_physical).astype("Int64")
@@ -46,6 +46,13 @@ def summary(utilization: pd.DataFrame) -> pd.DataFrame:
         active_physical_share=median["active_physical"] / physical,
         both_siblings_share=median["both"] / median["active"].where(median["active"] > 0),
     ).drop(columns=["both", "active"])
+
+
+def spare_cores(utilization: pd.DataFrame) -> pd.Series:
+    """Physical cores that could sleep, by sample, if the same work ran on as few cores as would do: max(0, active
+    physical cores − ⌈C_min⌉). Missing without the cores of the host."""
+    needed = np.ceil(utilization["c_min"].round(6)).astype("int64")
+    return (utilization["active_physical"] - needed).clip(lower=0)
 
 
 def core_activity(cpu: pd.DataFrame, cores: pd.DataFrame) -> pd.DataFrame:

@@ -48,6 +48,13 @@ REGISTRY: dict[str, Entry] = {
             {"time": ("capture", "log")},
         ),
         Entry(
+            "cpu",
+            "CPU",
+            "How many of the host's cores are awake, and how few would do?",
+            (),
+            {"time": ("capture", "log"), "core_draws": ("4 W", "2 W", "6 W", "8 W")},
+        ),
+        Entry(
             "launch",
             "Launch",
             "How long does the GPU wait for its next kernel, and why?",

@@ -76,6 +76,12 @@ def _parser() -> argparse.ArgumentParser:
         description="Writes a run for Perfetto, chrome://tracing and other trace viewers, or its tables for notebooks.")
     exports.add_export_arguments(export)
     export.set_defaults(run=_export)
+
+    report = commands.add_parser(
+        "report", help="one page with every view of a run, to attach to a bug or a mail",
+        description="Writes every view of a run into one page that opens from disk without network, or as Markdown.")
+    exports.add_report_arguments(report)
+    report.set_defaults(run=_report)
     return parser
 
 
@@ -113,6 +119,15 @@ def _export(arguments: argparse.Namespace) -> int:
         written = exports.export(arguments, progress)
     for path in written:
         print(path)
+    return 0
+
+
+def _report(arguments: argparse.Namespace) -> int:
+    from tb_chopper.backend.export import arguments as exports
+
+    with _Progress() as progress:
+        written = exports.report(arguments, progress)
+    print(written)
     return 0
 
 

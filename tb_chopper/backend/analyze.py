@@ -26,10 +26,11 @@ def analyze(path: str | Path, communication: Sequence[str] = (), progress: Progr
     files = logdir.find_runs(path)
     if not files:
         raise NotFound(logdir.why_no_run(path))
-    return {"schema_version": SCHEMA_VERSION, "runs": [_run(Run(f, communication, progress)) for f in files]}
+    return {"schema_version": SCHEMA_VERSION, "runs": [of_run(Run(f, communication, progress)) for f in files]}
 
 
-def _run(run: Run) -> dict[str, Any]:
+def of_run(run: Run) -> dict[str, Any]:
+    """One entry of `runs`."""
     window = _by_capture(run.timeline(by="capture"))
     steps = run.timeline(by=["capture", "step"])
     overhead = _by_capture(run.launch_overhead(by="capture"))

@@ -38,7 +38,7 @@ def test_a_host_called_like_a_word_of_the_format_does_not_break_it() -> None:
 def test_json_stays_json(ascii_only: bool) -> None:
     value = {"host_name": "box", "name": '核核/心 "quoted" \\ \n\t/', "x": "/home/alice/a b/c.py",
              "y": "C:\\Users\\bob\\z.py", "hosts": ["node0"]}
-    out = json.loads(REDACTOR.json(json.dumps(value, ensure_ascii=ascii_only).encode()))
+    out = json.loads(REDACTOR.metadata(json.dumps(value, ensure_ascii=ascii_only).encode()))
     assert out["name"] == value["name"] and out["host_name"] == "redacted"
     assert "alice" not in out["x"] and out["y"] == "z.py" and out["hosts"] == ["host2"]
 

@@ -24,6 +24,15 @@ def add_export_arguments(parser: argparse.ArgumentParser) -> None:
     _add_redact(parser)
 
 
+def add_report_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("path", metavar="PATH", help="a run, or one trace file")
+    parser.add_argument("-o", "--output", metavar="OUT", type=Path, help=(
+        "file to write (default: report.html or report.md in the current directory)"))
+    parser.add_argument("--format", choices=("html", "md"), help="default: by the name of OUT, else html")
+    parser.add_argument("--compare", metavar="OTHER", help="another run, shown beside this one with the differences")
+    _add_redact(parser)
+
+
 def _add_redact(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--redact", action="store_true", help="take out host names and the folders of paths")
 
@@ -31,7 +40,7 @@ def _add_redact(parser: argparse.ArgumentParser) -> None:
 def export(arguments: argparse.Namespace, progress: Progress) -> list[Path]:
     """Run `tb-chopper export` and return the files written."""
     run = _readable(arguments.path, progress)
-    redactor = Redactor.of_run(run) if arguments.redact else None
+    redactor = Redactor.of_runs(run) if arguments.redact else None
     if arguments.format == "chrome":
         return _chrome(run, arguments.output, redactor, progress)
     name = _name(run, redactor)
@@ -44,6 +53,20 @@ def export(arguments: argparse.Namespace, progress: Progress) -> list[Path]:
     from tb_chopper.backend.export import tables
 
     return tables.export(run, arguments.output or Path(f"{name}.tables"), arguments.format, redactor=redactor)
+
+
+def report(arguments: argparse.Namespace, progress: Progress) -> Path:
+    """Run `tb-chopper report` and return the file written."""
+    from tb_chopper.backend.export import report as reports
+
+    run = _readable(arguments.path, progress)
+    other = _readable(arguments.compare, progress) if arguments.compare else None
+    named = "md" if arguments.output and arguments.output.suffix.lower() == ".md" else "html"
+    form = arguments.format or named
+    path = _file(arguments.output, f"report.{form}")
+    redactor = Redactor.of_runs(*filter(None, (run, other))) if arguments.redact else None
+    reports.export(run, path, form=form, compare=other, redactor=redactor, progress=progress)
+    return path
 
 
 def _chrome(run: Run, output: Path | None, redactor: Redactor | None, progress: Progress) -> list[Path]:

@@ -40,7 +40,7 @@ SORT_INDEX = {"Step": -3, "Phase": -2, "Layer": -1}
 BATCH = 20_000
 """Added events per write."""
 
-_DEVICE = re.compile(rb'"(?:%s)"' % "|".join(kineto_events.DEVICE_CATEGORIES).encode())
+_DEVICE = re.compile(rb'"cat"\s*:\s*"(?:%s)"' % "|".join(kineto_events.DEVICE_CATEGORIES).encode())
 _FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _ENCODER = msgspec.json.Encoder()
 _CATEGORY = CATEGORY.encode()
@@ -97,14 +97,15 @@ def export(run: Run, capture: Capture, path: Path, *, redactor: Redactor | None 
     kernels = with_clocks(run.kernels[run.kernels["capture"].isin(place)], run.telemetry.samples)
     rows = _Rows(kernels, _base_ns(capture))
     redact: Callable[[bytes], bytes] = redactor.json if redactor else _same
+    metadata = redactor.metadata if redactor else _same
     with RawEvents(source) as events, open_atomic(path, never=None if isinstance(source, Url) else source) as out:
-        out.write(b"{" + redact(_head(capture) + b",\n" + events.head) + b'\n"traceEvents": [\n')
+        out.write(b"{" + metadata(_head(capture) + b",\n" + events.head) + b'\n"traceEvents": [\n')
         n_events = _copy(events, rows, out, redact, progress, source.name)
         n_added = 0
         for texts in _batches(_added(run, kernels, rows)):
             out.write(b",\n" * bool(n_events or n_added) + redact(b",\n".join(texts)))
             n_added += len(texts)
-        out.write(b"\n]" + redact(events.tail) + b"}\n")
+        out.write(b"\n]" + metadata(events.tail) + b"}\n")
     return Exported(path, n_events, rows.n_matched, n_added, tuple(capture.findings))
 
 

@@ -10,19 +10,22 @@ if TYPE_CHECKING:
     from tb_chopper.backend.run import Run
 
 _NAME = r"[\w.+@~-]+"
-_START = r"(?<![\w.)\]}\\/])(?:[A-Za-z]:)?"
+# A path begins where no name, folder or bracket stands before its first separator. (The separator comes first and the
+# look behind it second: so the search for it is a scan.)
+_FIRST = r"[/\\](?<![\w.)\]}\\/][/\\])"
+_DRIVE = re.compile(r"(?<!\w)[A-Za-z]:(?=[/\\])")
 _HOST_KEYS = re.compile(rb'("(?:host_?name|host)"\s*:\s*)"(?:[^"\\]|\\.)*"', re.IGNORECASE)
 
 
-def _patterns(separator: str) -> tuple[re.Pattern[str], re.Pattern[str]]:
+def _patterns(first: str, separator: str) -> tuple[re.Pattern[str], re.Pattern[str]]:
     """A home folder with its owner, and the folders of a path (or URL) from its root to its last name."""
     s = f"(?:{separator})"
-    return re.compile(f"({_START}{s})(?:home|Users){s}{_NAME}"), re.compile(f"{_START}{s}{{1,3}}(?:{_NAME}{s})+")
+    return re.compile(f"{first}(?:home|Users){s}{_NAME}"), re.compile(f"{first}{s}{{0,2}}(?:{_NAME}{s})+")
 
 
-_TEXT = _patterns(r"[/\\]")
+_TEXT = _patterns(_FIRST, r"[/\\]")
 # In JSON text a single backslash is the beginning of an escape (\u6838), not of a folder.
-_JSON = _patterns(r"/|\\/|\\\\")
+_JSON = _patterns(_FIRST + r"(?:(?<=/)|[/\\])", r"/|\\/|\\\\")
 
 
 class Redactor:
@@ -36,19 +39,23 @@ class Redactor:
         self._hosts = re.compile(rf"(?<![\w-])(?:{alternatives})(?![A-Za-z0-9-]|_(?!r?\d))") if names else None
 
     @classmethod
-    def of_run(cls, run: Run) -> Redactor:
-        """A redactor that knows the hosts of a run, as its traces, sidecars and telemetry name them."""
-        named = [*run.workers["host"].dropna(), *run.telemetry.samples["host"].dropna().unique(),
-                 *(str(c.meta.get("host_name") or "") for c in run.captures)]
-        return cls(map(str, named))
+    def of_runs(cls, *runs: Run) -> Redactor:
+        """A redactor that knows the hosts of runs, as their traces, sidecars and telemetry name them."""
+        return cls(str(host) for run in runs for host in (
+            *run.workers["host"].dropna(), *run.telemetry.samples["host"].dropna().unique(),
+            *(c.meta.get("host_name") or "" for c in run.captures)))
 
     def text(self, text: str) -> str:
         """One text."""
         return self._redacted(text, *_TEXT)
 
     def json(self, text: bytes) -> bytes:
-        """A piece of JSON text; the value of a key that names a host goes, whatever it is."""
-        return _HOST_KEYS.sub(rb'\1"redacted"', self._redacted(text.decode(), *_JSON).encode())
+        """A piece of JSON text."""
+        return self._redacted(text.decode(), *_JSON).encode()
+
+    def metadata(self, text: bytes) -> bytes:
+        """A piece of JSON text in which the value of a key that names a host goes, whatever it is."""
+        return _HOST_KEYS.sub(rb'\1"redacted"', self.json(text))
 
     def tree(self, value: Any) -> Any:
         """Every string of nested dicts and lists, keys left as they are."""
@@ -59,5 +66,8 @@ class Redactor:
         return [self.tree(v) for v in value] if isinstance(value, list | tuple) else value
 
     def _redacted(self, text: str, home: re.Pattern[str], folders: re.Pattern[str]) -> str:
-        text = folders.sub("", home.sub(r"\1home", text))
-        return self._hosts.sub(lambda m: self._place[m[0]], text) if self._hosts else text
+        if ":\\" in text or ":/" in text:
+            text = _DRIVE.sub("", text)
+        text = folders.sub("", home.sub("/home", text))
+        named = self._hosts and any(name in text for name in self._place)
+        return self._hosts.sub(lambda m: self._place[m[0]], text) if self._hosts and named else text

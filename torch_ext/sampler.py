@@ -65,7 +65,8 @@ class Sampler:
         """Sample until `keep_going` returns a reason to stop. `pids`: the processes whose threads are counted.
         `budget`: share of one core; the rate is lowered, with a note, where sampling would take more."""
         reason = None
-        next_ns = next_cpu_ns = time.monotonic_ns()
+        next_ns = time.monotonic_ns()
+        next_cpu_ns = next_ns + round(_S / CPU_HZ)  # before, no tick of /proc/stat has passed: all would seem idle
         kept_ns = slow_ns = 0
         spent = _Spending(budget)
         threads = _Thrift(SLOW_NS, 0.25 * CPU_BUDGET)

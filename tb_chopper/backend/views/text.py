@@ -41,7 +41,9 @@ def share(value: float | None) -> str:
         return "< 0.1 %"
     if 99.5 <= percent < 100:  # not all of it
         return f"{min(percent, 99.9):.1f} %"
-    return f"{percent:.1f} %" if 0 < abs(percent) < 9.95 else f"{percent:.0f} %"
+    if 0 < abs(percent) < 9.95:
+        return f"{percent:.1f} %"
+    return f"{math.floor(percent + 0.5)} %"  # a half goes up, as in the browser
 
 
 def digits(value: float) -> str:

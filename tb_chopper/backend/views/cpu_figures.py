@@ -17,6 +17,7 @@ from tb_chopper.backend.views.time_axis import Axis
 
 HEAT_COLUMNS = 500
 MAX_BANDS = 60
+SHOWN_CPUS = 16
 DEFINITIONS = {
     "active": "C_active: logical CPUs with any use since the sample before, Σ [util > 0].",
     "needed": "C_min: logical CPUs that would do if each were used in full, Σ util / 100.",
@@ -179,24 +180,27 @@ def threads(side: Cores, host: pd.Series) -> go.Figure | None:
 def by_cpu(side: Cores, host: pd.Series) -> go.Figure | None:
     """The busiest logical CPUs."""
     rows = side.by_cpu(host["host"])
-    shown = rows.head(figures.MAX_ROWS)
+    shown = rows.head(SHOWN_CPUS)
     if not len(shown):
         return None
+    pale = figures.faded(COLORS["active_cores"], 0.38)
     left = f" Shown are the busiest {len(shown)} of {len(rows)}." if len(rows) > len(shown) else ""
     fig = figures.figure(
         "Use of the logical CPUs", f"Mean over the samples, and the part of the samples with any use.{left} Sampled.",
         height=figures.height_of(len(shown), 22), barmode="overlay",
         legend=[figures.entry("needed_cores", DEFINITIONS["busy"], label="Mean use"),
                 figures.entry("active_cores", "Share of the samples in which the CPU had any use.",
-                              label="Samples with any use")])
+                              label="Samples with any use") | {"color": pale}])
     hover = [
         f"<b>CPU {r['cpu']}</b>{'' if pd.isna(r['core']) else ', core ' + str(r['core'])}<br>mean use "
         f"{text.share(r['busy_share'])}, any use in {text.share(r['active_share'])} of the samples<br>"
         f"clock {_number(r['clock_mhz'])} MHz, threads {_number(r['threads'])}<br>sampled"
         for r in shown.to_dict("records")
     ]  # fmt: skip
-    for thing, column, width in (("active_cores", "active_share", 0.76), ("needed_cores", "busy_share", 0.36)):
-        fig.add_trace(figures.bars(thing, range(len(shown)), (100 * shown[column]).tolist(), 1.0, hover, width=width))
+    for thing, column, width, color in (("active_cores", "active_share", 0.76, pale),
+                                        ("needed_cores", "busy_share", 0.36, "")):
+        fig.add_trace(figures.bars(thing, range(len(shown)), (100 * shown[column]).tolist(), 1.0, hover, width=width,
+                                   color=color))
     fig.update_layout(xaxis={"title": {"text": "share, %"}, "range": [0, 100]},
                       yaxis=figures.rows_axis([f"CPU {c}" for c in shown["cpu"]]))
     return fig

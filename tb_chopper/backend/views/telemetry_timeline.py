@@ -229,7 +229,6 @@ def _throttling(fig: go.Figure, side: Clocks, time: Axis, row: int, col: int) ->
     """GPU × time: how much of the time a reason held."""
     rows = side.samples[side.samples["throttle"].notna()]
     rows = rows[(rows["t_ns"] >= time.start_ns) & (rows["t_ns"] < time.end_ns)]
-    fig.update_yaxes(title_text="throttled" if col == 1 else "", row=row, col=col)
     if not len(rows):
         return
     gpus = sorted(rows["gpu"].unique())
@@ -252,5 +251,6 @@ def _throttling(fig: go.Figure, side: Clocks, time: Axis, row: int, col: int) ->
             "<br>%{text} (reason:percent)<br>sampled<extra></extra>", hoverongaps=False),
         row=row, col=col)  # fmt: skip
     every = -(-len(gpus) // 8)
-    fig.update_yaxes(tickvals=list(range(0, len(gpus), every)), ticktext=[f"GPU {g}" for g in gpus[::every]],
+    names = [f"GPU {g}" for g in gpus[::every]] if len(gpus) > 1 else ["throttled"]
+    fig.update_yaxes(tickvals=list(range(0, len(gpus), every)), ticktext=names,
                      showgrid=False, autorange="reversed", tickfont={"size": 9}, row=row, col=col)

@@ -28,8 +28,6 @@ from tb_chopper.backend.views.palette import COLORS
 
 MAX_ROWS = 300
 """Rows of a table in the page: the largest by its sort column."""
-MAX_POINTS = 3000
-"""Points of one trace of a figure."""
 MARKDOWN_ROWS = 10
 MODULES = ("page", "dom", "theme", "tooltip")
 _IMPORT = re.compile(r'(from|import) "\./([\w-]+)\.js"')
@@ -73,9 +71,8 @@ def _once(views: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _bounded(view: dict[str, Any]) -> dict[str, Any]:
+    """Figures bound their points themselves."""
     view["tables"] = {name: _first_rows(table) for name, table in view["tables"].items()}
-    for figure in view["figures"].values():
-        figure["data"] = [_thinned(trace) for trace in figure["data"]]
     return view
 
 
@@ -92,26 +89,6 @@ def _first_rows(table: dict[str, Any]) -> dict[str, Any]:
     note = f"The first {MAX_ROWS} of {n} rows; `tb-chopper export --format csv` writes the tables in full."
     return {**table, "data": [[column[i] for i in kept] for column in table["data"]],
             "note": " ".join(filter(None, (table["note"], note)))}
-
-
-def _thinned(trace: dict[str, Any]) -> dict[str, Any]:
-    """Every k-th point where there are too many; arrays as long as the longest are points."""
-    lists = {k: _values(v) for k, v in trace.items() if isinstance(v, list) or (isinstance(v, dict) and "bdata" in v)}
-    n = max((len(v) for v in lists.values()), default=0)
-    if n <= MAX_POINTS:
-        return trace
-    stride = -(-n // MAX_POINTS)
-    return {**trace, **{k: v[::stride] for k, v in lists.items() if len(v) == n}}
-
-
-def _values(value: Any) -> list[Any]:
-    """A list, also where Plotly packed it into base64."""
-    if isinstance(value, list):
-        return value
-    import numpy as np
-
-    found: list[Any] = np.frombuffer(base64.b64decode(value["bdata"]), value["dtype"]).tolist()
-    return found
 
 
 # -- HTML -------------------------------------------------------------------------------------------------------------

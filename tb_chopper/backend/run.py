@@ -34,6 +34,7 @@ from tb_chopper.backend.metrics import (
     power,
     process_groups,
     roofline,
+    stragglers,
     throughput,
     timeline,
 )
@@ -227,6 +228,35 @@ class Run:
         """The last reduction of gradients of each step; see metrics.collectives.gradient_barrier."""
         return collectives.gradient_barrier(self._arrived()[0], self.kernels, self._roles(roles))
 
+    def stragglers(self) -> pd.DataFrame:
+        """Which GPU the others wait for, how much that costs and why; see metrics.stragglers.stragglers."""
+        return stragglers.stragglers(self._arrived()[0], self.leads, self.what_if(), self.imbalance())
+
+    @lazy
+    def leads(self) -> pd.DataFrame:
+        """How far each GPU is ahead of the last one, kernel by kernel; see metrics.stragglers.leads."""
+        offsets = {int(gpu): round(us * 1000) for gpus, us in
+                   zip(self.clock_offsets["gpus"], self.clock_offsets["offset_us"], strict=True) for gpu in gpus}
+        return stragglers.leads(self._comparable_kernels, offsets)
+
+    def step_leads(self) -> pd.DataFrame:
+        """Lead summed per GPU and step, beside its time; see metrics.stragglers.step_leads."""
+        return stragglers.step_leads(self.leads, self._comparable_steps)
+
+    def what_if(self) -> pd.DataFrame:
+        """The step time if a GPU, or all, were as fast as the median; see metrics.stragglers.what_if."""
+        own = stragglers.own_times(self._arrived()[0], self._comparable_steps)
+        return stragglers.what_if(own, self.imbalance())
+
+    def imbalance(self) -> pd.DataFrame:
+        """Compute, clock, power and temperature of the GPUs side by side; see metrics.stragglers.imbalance."""
+        kernels = grouping.select(self.clocked_kernels, {"capture": self._comparable[0]})
+        return stragglers.imbalance(kernels, self._comparable_steps, self.leads, self.telemetry.samples)
+
+    def outlier_steps(self) -> pd.DataFrame:
+        """Steps that took much longer than the others, and what in them grew; see metrics.stragglers.outlier_steps."""
+        return stragglers.outlier_steps(self._comparable_kernels, self._comparable_steps)
+
     @property
     def clock_offsets(self) -> pd.DataFrame:
         """The clocks of the hosts against the first one's; see alignment.ranks.Matched."""
@@ -236,11 +266,19 @@ class Run:
     def _comparable(self) -> tuple[list[int], list[Finding]]:
         return ranks.comparable(self.workers)
 
+    @property
+    def _comparable_kernels(self) -> pd.DataFrame:
+        return grouping.select(self.kernels, {"capture": self._comparable[0]})
+
+    @property
+    def _comparable_steps(self) -> pd.DataFrame:
+        return grouping.select(self.steps, {"capture": self._comparable[0]})
+
     def _arrived(self, correct_clocks: bool = True) -> tuple[pd.DataFrame, ranks.Matched]:
         if correct_clocks not in self._arrivals:
             hosts = self.workers.drop_duplicates("gpu").set_index("gpu")["host"].astype(object)
             self._arrivals[correct_clocks] = collectives.arrivals(
-                grouping.select(self.kernels, {"capture": self._comparable[0]}),
+                self._comparable_kernels,
                 {int(g): None if pd.isna(h) else str(h) for g, h in hosts.items()}, self._members(), correct_clocks)
         return self._arrivals[correct_clocks]
 

@@ -116,3 +116,14 @@ def test_two_nodes_whose_clocks_differ(shared):
     assert any(f.code == "clocks_of_hosts" and "5.000 ms" in f.message for f in run.findings)
     uncorrected = run.collectives(by="gpu", correct_clocks=False)["wait_us"].tolist()
     assert uncorrected == [(5000 + 300) * 5, (5000 + 300) * 5, 300 * 5, 0]
+
+
+def test_why_the_last_rank_is_last(shared):
+    """Rank 3 of ddp4 and rank 2 of torchrec4 compute as fast as the others and idle longer; waiting costs one second a
+    step there."""
+    for name, rank in (("ddp4_mi300x", 3), ("torchrec4_v100", 2)):
+        first = opened(shared / "traces" / name).stragglers().iloc[0]
+        assert first["gpu"] == rank
+        assert first["explained_by"] == "host"
+    cost = opened(shared / "traces" / "torchrec4_v100").what_if().set_index("gpu")
+    assert cost["gain_us"].iloc[-1] == pytest.approx(1e6, rel=0.03)

@@ -1,0 +1,287 @@
+"""Slow GPUs and slow steps: who is ahead, who is late, what it costs and what explains it (docs/collectives.md).
+
+    lead(g, k)  = max over GPUs of start(·, k) − start(g, k)      k: same step, phase, layer, operation and occurrence
+    own(g, s)   = time of step s on g − its waiting in collectives that no computation hides
+    slowness(g) = Σ duration of g's kernels / Σ median duration of the same kernels on all GPUs
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import pandas as pd
+
+from tb_chopper.backend.metrics import grouping
+from tb_chopper.backend.metrics.throughput import iterations
+from tb_chopper.backend.metrics.timeline import exclusive, timeline
+
+KEY = ["step", "phase", "layer", "operation"]
+OUTLIER_Z, OUTLIER_FACTOR = 3.5, 1.2
+"""a step is an outlier above both: robust z = 0.6745 (x − median) / MAD, and the factor on the median"""
+UNEVEN = 0.05
+"""GPUs within this share of the median count as equal"""
+HOT_C, POWER_FACTOR = 8.0, 1.1
+
+# ---- leads -----------------------------------------------------------------------------------------------------------
+
+
+def leads(kernels: pd.DataFrame, offset_ns: Mapping[int, int] | None = None) -> pd.DataFrame:
+    """One row per compute kernel that every GPU ran: gpu, KEY, occurrence, name, start_ns (on the first host's clock),
+    duration_ns, overlap_ns, lead_ns (0 for the GPU that starts it last).
+
+    `offset_ns`: how far each gpu's clock runs ahead of the first host's. Operations of which the GPUs ran different
+    numbers of kernels are left out: their k-th kernels are not the same. Empty for fewer than two GPUs.
+    """
+    compute = kernels[(kernels["kind"] == "compute") & kernels["step"].notna()]
+    names = ["gpu", *KEY, "occurrence", "name", "start_ns", "duration_ns", "overlap_ns", "lead_ns"]
+    n_gpus = compute["gpu"].nunique()
+    if n_gpus < 2:
+        return pd.DataFrame(columns=names)
+    codes, _ = grouping.number(compute, KEY)
+    rows = compute.assign(code=codes).sort_values(["gpu", "code", "start_ns"], kind="stable")
+    rows["occurrence"] = rows.groupby(["gpu", "code"]).cumcount()
+    per_gpu = rows.groupby(["code", "gpu"]).size().unstack(fill_value=0)
+    even = per_gpu.index[(per_gpu.nunique(axis=1) == 1)]
+    rows = rows[rows["code"].isin(even)]
+    start = rows["start_ns"] - rows["gpu"].map(dict(offset_ns or {})).fillna(0).astype("int64")
+    latest = start.groupby([rows["code"], rows["occurrence"]]).transform("max")
+    return rows.assign(start_ns=start, duration_ns=rows["end_ns"] - rows["start_ns"], lead_ns=latest - start)[
+        names].sort_values(["start_ns", "gpu"], kind="stable", ignore_index=True)
+
+
+def step_leads(led: pd.DataFrame, steps: pd.DataFrame) -> pd.DataFrame:
+    """One row per gpu and step: gpu, step, n (kernels), lead_us (sum over the kernels), mean_lead_us, max_lead_us,
+    last_lead_us (of the step's last kernel: what is left at its end), iteration_us (missing for a last step)."""
+    grouped = led.sort_values("start_ns", kind="stable").groupby(["gpu", "step"])["lead_ns"]
+    out = grouped.agg(["size", "sum", "mean", "max", "last"]).reset_index()
+    out.columns = ["gpu", "step", "n", "lead_us", "mean_lead_us", "max_lead_us", "last_lead_us"]
+    out[out.columns[3:]] = out[out.columns[3:]].astype("float64") / 1000
+    times = iterations(steps)[["gpu", "step", "iteration_ns"]].drop_duplicates(["gpu", "step"])
+    out = out.merge(times.astype({"step": "Int64"}), on=["gpu", "step"], how="left")
+    return out.assign(iteration_us=out.pop("iteration_ns") / 1000)
+
+
+# ---- what it costs ---------------------------------------------------------------------------------------------------
+
+def own_times(arrived: pd.DataFrame, steps: pd.DataFrame) -> pd.DataFrame:
+    """One row per gpu and complete step that has a next one: gpu, step, time_us (to the next step's first kernel),
+    wait_us (waiting in its collectives under which nothing was computed), own_us (the rest)."""
+    times = iterations(steps)[["gpu", "step", "iteration_ns"]].drop_duplicates(["gpu", "step"])
+    waits = arrived[arrived["step"].notna()].groupby(["gpu", "step"])["exposed_wait_ns"].sum().reset_index()
+    out = times.merge(waits.astype({"step": "int64"}), on=["gpu", "step"], how="left").fillna({"exposed_wait_ns": 0})
+    wait = np.minimum(out["exposed_wait_ns"], out["iteration_ns"]) / 1000
+    time = out["iteration_ns"] / 1000
+    return out[["gpu", "step"]].assign(time_us=time, wait_us=wait, own_us=time - wait)
+
+
+WHAT_IF_COLUMNS = ("gpu", "own_us", "step_us", "what_if_us", "gain_us", "gain_at_most_us", "gain_share")
+
+
+def what_if(own: pd.DataFrame, gpus: pd.DataFrame) -> pd.DataFrame:
+    """What each GPU costs: one row per gpu and a last one (gpu missing) for all of them; WHAT_IF_COLUMNS.
+
+    own: of `own_times`; gpus: of `imbalance`. step_us: time of a step on its slowest GPU; what_if_us = step_us −
+    gain_us: if this GPU (or every one) were as fast as the median; gain_share: of step_us. Medians, estimated:
+
+        gain         = largest own time − what remains the largest           at least this
+        gain_at_most = compute time · (1 − slowness that remains / slowness)   of the slowest GPU
+
+    Collectives that wait for the slowest GPU slow the computation of the others, which their own time includes, so the
+    first is too small where much is overlapped; the second takes it that the others' clocks would not change, though
+    GPUs at their power limit run faster while they wait.
+    """
+    table = own.pivot_table(index="step", columns="gpu", values="own_us").dropna()
+    if table.shape[1] < 2 or not len(table):
+        return pd.DataFrame(columns=list(WHAT_IF_COLUMNS))
+    step = float(own.groupby("step")["time_us"].max().reindex(table.index).median())
+    slow = gpus.set_index("gpu")["slowness"].reindex(table.columns)
+    compute = gpus.set_index("gpu")["compute_us"].reindex(table.columns)
+    largest = table.max(axis=1)
+    rows = []
+    for gpu in [*table.columns, None]:
+        faster = [gpu] if gpu is not None else list(table.columns)
+        remains = _as_median(table, faster).max(axis=1)
+        gain = float((largest - remains).median())
+        slow_after = _as_median(slow.to_frame().T, faster).max(axis=1).iloc[0]
+        most = float(compute[slow.idxmax()] * (1 - slow_after / slow.max())) if slow.notna().all() else gain
+        rows.append((gpu, float(table[gpu].median()) if gpu is not None else np.nan, step, step - gain, gain,
+                     max(most, gain), gain / step))
+    return pd.DataFrame(rows, columns=list(WHAT_IF_COLUMNS)).astype({"gpu": "Int64"})
+
+
+def _as_median(table: pd.DataFrame, gpus: list[int]) -> pd.DataFrame:
+    """`table` (a column per gpu) with these gpus no worse than the median of each row."""
+    median = table.median(axis=1)
+    return table.apply(lambda c: np.minimum(c, median) if c.name in gpus else c)
+
+
+# ---- why -------------------------------------------------------------------------------------------------------------
+
+IMBALANCE_COLUMNS = ("gpu", "n_kernels", "compute_us", "idle_us", "slowness", "clock_mhz", "power_w", "temperature_c",
+                     "host_excess_us", "load_excess_us", "contention_excess_us", "slow_excess_us", "explained_by")
+EXCESSES = ("host", "load", "contention", "slow")
+
+
+def imbalance(kernels: pd.DataFrame, steps: pd.DataFrame, led: pd.DataFrame, samples: pd.DataFrame) -> pd.DataFrame:
+    """One row per gpu; IMBALANCE_COLUMNS: n_kernels, compute_us (duration of the compute kernels of a step) and idle_us
+    (time of a step without any activity), medians over steps; slowness; clock_mhz and power_w (mean over its compute
+    kernels, where `kernels` has them), temperature_c (mean); and what a step of it has more than the median GPU:
+
+        host        idle time: waiting for a loader or launches, not for other GPUs
+        load        computation that the others do not have: other kernels, or more of them
+        contention  the same kernels, longer where communication runs beside them: it waits for others
+        slow        the same kernels, longer also where none does
+
+    explained_by: the largest of these, where it is above 5 % of the median compute time (host: of the step). `slow` is
+    told further: `cooling` (8 °C hotter than the median and at a lower clock), `power` (draws a tenth more at a lower
+    clock), `clock` (a lower clock, and no sample says why), `unknown` (not the clock, or none was sampled).
+    """
+    compute = kernels[(kernels["kind"] == "compute") & kernels["step"].notna()]
+    duration = compute["end_ns"] - compute["start_ns"]
+    per_step = compute.assign(duration=duration).groupby(["gpu", "step"])["duration"].agg(["size", "sum"])
+    out = per_step.groupby("gpu").median().rename(columns={"size": "n_kernels", "sum": "compute_us"})
+    out["compute_us"] /= 1000
+    windows = timeline(kernels, steps, ["gpu", "step"]).groupby("gpu")[["idle_us", "total_us"]].median()
+    out["idle_us"] = windows["idle_us"]
+    for column in ("clock_mhz", "power_w"):
+        out[column] = _weighted(compute, column, duration) if column in compute else np.nan
+    out["temperature_c"] = samples.groupby("gpu")["temperature_c"].mean()
+    free, every = slowness(led), slowness(led, free=False)
+    usual = out["compute_us"].median()
+    out = out.assign(
+        slowness=free, host_excess_us=out["idle_us"] - out["idle_us"].median(),
+        load_excess_us=out["compute_us"] - usual * every, contention_excess_us=usual * (every - free),
+        slow_excess_us=usual * (free - 1))
+    out["explained_by"] = _explanations(out, UNEVEN * usual, UNEVEN * windows["total_us"].median())
+    return out.reset_index()[list(IMBALANCE_COLUMNS)]
+
+
+def slowness(led: pd.DataFrame, free: bool = True) -> pd.Series:
+    """By gpu: the time of its kernels over the median time of the same kernels on all GPUs; `free`: of those that no
+    communication overlaps on any GPU, as long as there are some."""
+    if not len(led):
+        return pd.Series(dtype="float64")
+    codes, _ = grouping.number(led, [*KEY, "occurrence"])
+    table = led.assign(code=codes)
+    alone = table.groupby("code")["overlap_ns"].max() == 0
+    if free and alone.any():
+        table = table[table["code"].map(alone)]
+    median = table.groupby("code")["duration_ns"].transform("median")
+    return table["duration_ns"].groupby(table["gpu"]).sum() / median.groupby(table["gpu"]).sum()
+
+
+def _weighted(rows: pd.DataFrame, column: str, duration: pd.Series) -> pd.Series:
+    known = rows[column].notna()
+    weight = duration[known]
+    total = (rows.loc[known, column] * weight).groupby(rows.loc[known, "gpu"]).sum()
+    return total / weight.groupby(rows.loc[known, "gpu"]).sum()
+
+
+def _explanations(gpus: pd.DataFrame, least_us: float, least_idle_us: float) -> pd.Series:
+    """What makes each GPU slower than the median, null where nothing does."""
+    excess = gpus[[f"{e}_excess_us" for e in EXCESSES]].fillna(0).to_numpy()
+    excess = np.where(excess > [least_idle_us, least_us, least_us, least_us], excess, 0)
+    found = [EXCESSES[i] if row[i] > 0 else None for row, i in zip(excess, excess.argmax(axis=1), strict=True)]
+    median = gpus.median(numeric_only=True)
+    return pd.Series([_why_slow(gpus.loc[gpu], median) if why == "slow" else why
+                      for gpu, why in zip(gpus.index, found, strict=True)], index=gpus.index, dtype=object)
+
+
+def _why_slow(gpu: pd.Series, median: pd.Series) -> str:
+    # What the clock alone would make of it, against what it is: half is enough to name it.
+    if not np.log(median["clock_mhz"] / gpu["clock_mhz"]) > np.log(gpu["slowness"]) / 2:
+        return "unknown"
+    if gpu["temperature_c"] > median["temperature_c"] + HOT_C:
+        return "cooling"
+    return "power" if gpu["power_w"] > POWER_FACTOR * median["power_w"] else "clock"
+
+
+# ---- outlier steps ---------------------------------------------------------------------------------------------------
+
+CLASSES = ("compute", "exposed_communication", "exposed_memcpy", "idle")
+
+
+def outlier_steps(kernels: pd.DataFrame, steps: pd.DataFrame) -> pd.DataFrame:
+    """One row per step that has a next one, in order: step, time_us (of its slowest GPU), gpu (that one), z (robust),
+    outlier, and against the median over steps, on that GPU: compute_delta_us, exposed_communication_delta_us,
+    exposed_memcpy_delta_us, idle_delta_us, grew (the class with the largest), operation and operation_delta_us
+    (outliers only: the operation whose kernels grew most, or before which most idle time came).
+
+    z is missing below three steps. A constant time (MAD 0) makes any step above the factor an outlier.
+    """
+    names = ["step", "time_us", "gpu", "z", "outlier", *(f"{c}_delta_us" for c in CLASSES), "grew", "operation",
+             "operation_delta_us"]
+    times = iterations(steps)
+    if not len(times):
+        return pd.DataFrame(columns=names)
+    slowest = times.sort_values("iteration_ns", kind="stable").drop_duplicates("step", keep="last").sort_values("step")
+    x = slowest["iteration_ns"].to_numpy() / 1000
+    median = float(np.median(x))
+    spread = float(np.median(np.abs(x - median)))
+    with np.errstate(divide="ignore", invalid="ignore"):
+        z = 0.6745 * (x - median) / spread if len(x) > 2 else np.full(len(x), np.nan)
+    out = pd.DataFrame({"step": slowest["step"], "time_us": x, "gpu": slowest["gpu"], "z": z,
+                        "outlier": (z > OUTLIER_Z) & (x > OUTLIER_FACTOR * median)}).reset_index(drop=True)
+    deltas = _class_deltas(kernels, steps, out)
+    out = pd.concat([out, deltas], axis=1)
+    out["grew"] = deltas.fillna(-np.inf).idxmax(axis=1).str.removesuffix("_delta_us")
+    found = [_operation(kernels, row.gpu, row.step, row.grew) if row.outlier else (None, np.nan)
+             for row in out.itertuples()]
+    return out.assign(operation=[f[0] for f in found], operation_delta_us=[f[1] for f in found])[names]
+
+
+def _class_deltas(kernels: pd.DataFrame, steps: pd.DataFrame, chosen: pd.DataFrame) -> pd.DataFrame:
+    """Time of each class in the steps of `chosen` on their GPU, against the median over that GPU's steps, µs."""
+    complete = steps[steps["complete"].to_numpy(bool)]
+    times = exclusive(kernels, complete)
+    named = times["category"].replace(
+        {"communication": "exposed_communication", "memcpy": "exposed_memcpy",
+         "gemm": "compute", "attention": "compute", "vector": "compute"})
+    table = times.assign(kind=named).pivot_table(index=["gpu", "step"], columns="kind", values="time_us", aggfunc="sum",
+                                                 fill_value=0.0).reindex(columns=list(CLASSES), fill_value=0.0)
+    delta = table - table.groupby("gpu").transform("median")
+    at = pd.MultiIndex.from_arrays([chosen["gpu"], chosen["step"].astype("Int64")], names=["gpu", "step"])
+    return delta.reindex(at).add_suffix("_delta_us").reset_index(drop=True)
+
+
+def _operation(kernels: pd.DataFrame, gpu: int, step: int, grew: str) -> tuple[str | None, float]:
+    """The operation of a step that grew most against its median over steps, and by how much, µs."""
+    rows = kernels[(kernels["gpu"] == gpu) & kernels["step"].notna()]
+    if grew == "idle":
+        ordered = rows.sort_values("start_ns", kind="stable")
+        reach = ordered["end_ns"].cummax().shift(fill_value=ordered["start_ns"].min())
+        value = (ordered["start_ns"] - reach).clip(lower=0)
+    else:
+        kind = {"exposed_communication": "communication", "exposed_memcpy": "memcpy"}.get(grew, grew)
+        ordered = rows[rows["kind"] == kind]
+        value = ordered["end_ns"] - ordered["start_ns"]
+    table = value.groupby([ordered["operation"].astype(object), ordered["step"]]).sum().unstack(fill_value=0)
+    if step not in table.columns:
+        return None, np.nan
+    delta = table[step] - table.median(axis=1)
+    return str(delta.idxmax()), float(delta.max()) / 1000
+
+
+# ---- all of it per GPU -----------------------------------------------------------------------------------------------
+
+COLUMNS = ("gpu", "n_collectives", "n_last", "last_share", "wait_us", "exposed_wait_us", "mean_lead_us", "slowness",
+           "explained_by", "own_us", "gain_us", "gain_at_most_us")
+
+
+def stragglers(arrived: pd.DataFrame, led: pd.DataFrame, cost: pd.DataFrame, gpus: pd.DataFrame) -> pd.DataFrame:
+    """One row per gpu, the one that costs the others most first: gpu, n_collectives (with others), n_last, last_share
+    (0–1), wait_us and exposed_wait_us (sums), mean_lead_us, slowness and explained_by (`gpus`: of `imbalance`), own_us,
+    gain_us and gain_at_most_us (`cost`: of `what_if`, per step)."""
+    together = arrived[arrived["n_ranks"] > 1]
+    out = together.groupby("gpu").agg(n_collectives=("instance", "nunique"), n_last=("is_last", "sum"),
+                                      wait_us=("wait_ns", "sum"), exposed_wait_us=("exposed_wait_ns", "sum"))
+    out[["wait_us", "exposed_wait_us"]] /= 1000
+    each = cost.dropna(subset=["gpu"]).astype({"gpu": "int64"}).set_index("gpu")
+    out = out.join(led.groupby("gpu")["lead_ns"].mean().div(1000).rename("mean_lead_us"), how="outer")
+    out = out.join(gpus.set_index("gpu")[["slowness", "explained_by"]], how="outer")
+    out = out.join(each[["own_us", "gain_us", "gain_at_most_us"]], how="left")
+    out[["n_collectives", "n_last"]] = out[["n_collectives", "n_last"]].fillna(0).astype("int64")
+    out["last_share"] = out["n_last"] / out["n_collectives"].where(out["n_collectives"] > 0)
+    out = out.rename_axis("gpu").reset_index().sort_values(["gain_us", "n_last"], ascending=False, kind="stable")
+    return out[list(COLUMNS)].reset_index(drop=True)

@@ -18,7 +18,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for rank in range(2):
         t = TraceBuilder(rank=rank, world_size=2)
         t.training_step(0, 0)
-        t.head["host_name"] = "secret-box"
+        t.head |= {"host_name": "secret-box", "environment": {"TOKEN": "secret-token"}}
+        t.tail["job"] = {"user": "secret-user"}
         t.launch("/home/alice/model.py(3): kernel", 900, 910, 5)
         t.write(tmp_path / "my run" / f"secret-box_r{rank}_47{rank}.100.pt.trace.json.gz")
     (tmp_path / "here").mkdir()
@@ -73,6 +74,9 @@ def test_redact_takes_out_hosts_and_folders(folder: Path, form: str, capsys: pyt
         else:
             text += file.read_text()
     assert "secret" not in text and "alice" not in text and "model.py(3)" in text
+    if form == "chrome":
+        kept = load(files[0])
+        assert kept["distributedInfo"]["world_size"] == 2 and kept["baseTimeNanoseconds"] > 0
 
 
 def test_what_cannot_be_exported_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -98,7 +98,8 @@ def export(run: Run, capture: Capture, path: Path, *, redactor: Redactor | None 
     rows = _Rows(kernels, _base_ns(capture))
     redact: Callable[[bytes], bytes] = redactor.json if redactor else _same
     metadata = redactor.metadata if redactor else _same
-    with RawEvents(source) as events, open_atomic(path, never=None if isinstance(source, Url) else source) as out:
+    never = None if isinstance(source, Url) else source
+    with RawEvents(source, known_keys=redactor is not None) as events, open_atomic(path, never=never) as out:
         out.write(b"{" + metadata(_head(capture) + b",\n" + events.head) + b'\n"traceEvents": [\n')
         n_events = _copy(events, rows, out, redact, progress, source.name)
         n_added = 0

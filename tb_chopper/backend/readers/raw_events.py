@@ -28,11 +28,13 @@ class RawEvents:
     """Iterate over lists of events. `head` is the text between the file's opening brace and its events (empty, or
     ending in a comma), `tail` the text between the end of the array and the closing brace (empty, or beginning with a
     comma); `tail` is known once the events are exhausted. `share` is how much of the file has been read (0 to 1).
+    `known_keys`: of head and tail only the keys that the reader knows; others may hold the environment of the job.
 
     Raises UnreadableFile, in one line, where there are no events.
     """
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, *, known_keys: bool = False) -> None:
+        self._known_keys = known_keys
         self._opened = open_binary(path)
         self._size = 0 if is_url(path) else Path(path).stat().st_size
         self._stream = Decompressed(self._opened.__enter__(), BLOCK_BYTES)
@@ -41,7 +43,7 @@ class RawEvents:
         except event_chunks.NoEvents as missing:
             self._opened.__exit__(None, None, None)
             raise UnreadableFile(f"{path}: {kineto_damage.no_events(missing.text, self._stream.cut)}") from None
-        self.head = b"" if self._head.is_list else _head(self._head.text)
+        self.head = b"" if self._head.is_list else _head(self._head.text, known_keys)
         self.tail = b""
 
     @property
@@ -81,17 +83,19 @@ class RawEvents:
             if self._head.is_list:
                 return list(_LIST.decode(b"[" + text))
             raw = bytes(_OBJECT.decode(b'{"":[' + text)[""])
-            tail = text[len(raw) - 1 :].rstrip()[:-1].rstrip()
-            self.tail = tail
+            self.tail = text[len(raw) - 1 :].rstrip()[:-1].rstrip()
+            if self._known_keys:
+                keys, _ = top_level.of_tail(text[len(raw) - 2 :], is_list=False)
+                self.tail = b"," + msgspec.json.encode(keys)[1:-1] if keys else b""
             return list(_LIST.decode(raw))
         except msgspec.DecodeError:
             return None
 
 
-def _head(text: bytes) -> bytes:
+def _head(text: bytes, known_keys: bool) -> bytes:
     """The keys before the events as they stand; of damaged text those that are legible."""
     keys, sound = top_level.of_head(text)
-    if sound:
+    if sound and not known_keys:
         return text[text.index(b"{") + 1 : text.rindex(b'"traceEvents"')].strip()
     inner = msgspec.json.encode(keys)[1:-1]
     return inner + b"," if inner else b""

@@ -30,7 +30,7 @@ function field(id, label, control, hidden = false) {
   return h("div", { class: "field" }, h("label", { for: `select-${id}` }, label), control);
 }
 
-const NAMES = { gpu: "GPU", step: "Step", worker: "Worker", operation: "Operation", layer: "Layer", phase: "Phase", kernel: "Kernel", across: "Across steps", within: "Within steps", capture: "Capture", log: "Whole log" };
+const NAMES = { gpu: "GPU", step: "Step", worker: "Worker", operation: "Operation", layer: "Layer", phase: "Phase", kernel: "Kernel", across: "Across steps", within: "Within steps", capture: "Capture", around: "Capture ± 5 s" };
 
 // `empty`: what the choice is called that removes the key.
 function choice(key, values, value, empty, emptyIsFirst = false) {

@@ -45,14 +45,14 @@ REGISTRY: dict[str, Entry] = {
             "DVFS",
             "At which clock did the hardware run, and what did that cost?",
             ("operation", "layer", "phase", "kernel"),
-            {"time": ("capture", "log")},
+            {"time": ("capture", "around")},
         ),
         Entry(
             "cpu",
             "CPU",
             "How many of the host's cores are awake, and how few would do?",
             (),
-            {"time": ("capture", "log"), "core_draws": ("4 W", "2 W", "6 W", "8 W")},
+            {"time": ("capture", "around"), "core_draws": ("4 W", "2 W", "6 W", "8 W")},
         ),
         Entry(
             "launch",

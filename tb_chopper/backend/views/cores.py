@@ -17,18 +17,18 @@ if TYPE_CHECKING:
     from tb_chopper.backend.run import Run
 
 FEWEST = 3
-"""With fewer samples of a host within the selected time, its whole log is looked at instead."""
+"""With fewer samples of a host within the selected time, all that was read of its log is looked at instead."""
 
 
 Span = tuple[object, int, int, bool]
-"""host, start_ns, end_ns, whether it is the whole log"""
+"""host, start_ns, end_ns, whether it is more than the selected time"""
 
 
 @dataclass(frozen=True)
 class Cores:
     """One run's CPUs. use: metrics.cpu.cpu_utilization of the looked-at samples with spare (metrics.cpu.spare_cores);
     hosts: metrics.cpu.summary with spare (median), limit_w (power limits of the host's GPUs), logical (CPUs) and
-    start_ns, end_ns, whole (the time looked at; whole: the log, not the selection); rows, cores: CPU and CPU_CORES of
+    start_ns, end_ns, whole (the time looked at; whole: the log around the selection); rows, cores: CPU and CPU_CORES of
     the same samples."""
 
     name: str
@@ -69,17 +69,21 @@ class Cores:
 
 def cores(run: Run, selection: Selection) -> Cores | None:
     """The CPUs of the hosts of the selected GPUs within the selected time; None where no CPU was sampled. A host with
-    fewer than FEWEST samples there, or `time="log"`, is looked at over its whole log."""
+    fewer than FEWEST samples there, or `time="around"`, is looked at over all that was read of its log: some seconds
+    around the capture."""
     context.kernels(run, selection)  # refuses a selection that matches nothing
     rows = run.telemetry.cpu.astype({"host": object})
     windows = _windows(run, selection)
     parts, spans = [], []
+    named = set(windows["host"]) & set(rows["host"].dropna())
     for host, own in rows.groupby("host", dropna=False):
         name = None if host != host else host
-        mine = windows[windows["host"] == name] if (windows["host"] == name).any() else windows
+        if named and name not in named:
+            continue  # no selected GPU is on it
+        mine = windows[windows["host"] == name] if named else windows
         start, end = int(mine["start_ns"].min()), int(mine["end_ns"].max())
         inside = own[own["t_ns"].between(start, end)]
-        whole = selection.options.get("time") == "log" or inside["t_ns"].nunique() < FEWEST
+        whole = selection.options.get("time") == "around" or inside["t_ns"].nunique() < FEWEST
         kept = own if whole else inside
         parts.append(kept)
         first, last = (int(kept["t_ns"].min()), int(kept["t_ns"].max())) if whole else (start, end)

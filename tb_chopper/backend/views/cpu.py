@@ -184,7 +184,7 @@ def _hosts_table(side: Cores, other: Cores | None, watts: float) -> Table:
     rows["movable_w"] = rows["spare"] * watts
     rows["limit_share"] = rows["movable_w"] / rows["limit_w"]
     rows["span_us"] = (rows["end_ns"] - rows["start_ns"]) / 1000
-    rows["over"] = np.where(rows["whole"], "whole log", "selected time")
+    rows["over"] = np.where(rows["whole"], "log around it", "selected time")
     return Table(
         "Hosts, and the power that could move",
         (*((TableColumn("run", "Run"),) if other is not None else ()), TableColumn("host", "Host"),

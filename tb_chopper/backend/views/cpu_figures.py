@@ -57,8 +57,8 @@ def over_time(side: Cores, host: pd.Series, bands: list[Band]) -> go.Figure:
     _steps(fig, bands, time)
     rows = 2 if heat else 1
     fig.update_xaxes(range=time.x(np.array([time.start_ns, time.end_ns])).tolist(), zeroline=False)
-    fig.update_xaxes(title_text=f"time since the start of the {'log' if host['whole'] else 'window'}, {time.unit}",
-                     row=rows, col=1)
+    start = "log shown" if host["whole"] else "window"
+    fig.update_xaxes(title_text=f"time since the start of the {start}, {time.unit}", row=rows, col=1)
     fig.update_yaxes(title_text="logical CPUs, cores", rangemode="tozero", row=1, col=1)
     legend = [
         figures.entry("active_cores", DEFINITIONS["active"], label="Active logical CPUs", line=True),
@@ -79,7 +79,7 @@ def _of(host: pd.Series) -> str:
 
 
 def _time_words(host: pd.Series) -> str:
-    return ", over its whole log" if host["whole"] else ", over the selected time"
+    return ", over the log around the selected time" if host["whole"] else ", over the selected time"
 
 
 def _line(fig: go.Figure, use: pd.DataFrame, column: str, thing: str, time: Axis, what: str, dash: str) -> None:

@@ -202,7 +202,7 @@ def _missing(side: Clocks, selection: Selection) -> tuple[Missing, ...]:
 
 
 def _figures(sides: list[Clocks], selection: Selection) -> dict[str, go.Figure]:
-    found: dict[str, go.Figure | None] = {"timeline": timeline(sides, selection.options.get("time") == "log")}
+    found: dict[str, go.Figure | None] = {"timeline": timeline(sides, selection.options.get("time") == "around")}
     with_clock = [s for s in sides if s.slowest is not None]
     if with_clock and with_clock[0] is sides[0]:
         found["lost"], found["clock"] = dvfs_figures.operations(with_clock)

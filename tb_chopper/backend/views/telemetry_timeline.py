@@ -51,11 +51,11 @@ DEFINITIONS = {
 }
 
 
-def timeline(sides: Sequence[Clocks], whole_log: bool) -> go.Figure:
+def timeline(sides: Sequence[Clocks], around: bool) -> go.Figure:
     """The main figure: one column per run, one row per quantity that was sampled."""
     panels = [p for p in PANELS if any(s.samples[p.column].notna().any() for s in sides)]
     throttled = any(s.samples["throttle"].notna().any() for s in sides)
-    spans = [_span(s, whole_log) for s in sides]
+    spans = [_span(s, around) for s in sides]
     axes = [time_axis.axis(a, b, max(b - a for a, b in spans)) for a, b in spans]
     n_gpus = max(len(s.gpus) for s in sides)
     pixels = [14, *(112 if p.column in ("clock_mhz", "power_w") else 92 for p in panels)]
@@ -69,13 +69,13 @@ def timeline(sides: Sequence[Clocks], whole_log: bool) -> go.Figure:
         if throttled:
             _throttling(fig, side, time, len(pixels), col)
         _steps(fig, side, time, col, len(sides) > 1)
-        fig.update_xaxes(title_text=f"time since the start of the {'log' if whole_log else 'window'}, {time.unit}",
+        fig.update_xaxes(title_text=f"time since the start of the {'log shown' if around else 'window'}, {time.unit}",
                          row=len(pixels), col=col)
         fig.update_xaxes(range=time.x(np.array([time.start_ns, time.end_ns])).tolist(), zeroline=False, col=col)
     for row, panel in enumerate(panels, 2):
         fig.update_yaxes(title_text=panel.title, row=row, col=1)
         fig.update_yaxes(range=_range(sides, panel), zeroline=False, nticks=5, row=row)
-    base = figures.figure("Clocks, power and temperature over time", _description(sides, whole_log),
+    base = figures.figure("Clocks, power and temperature over time", _description(sides, around),
                           height=sum(pixels) + 12 * len(pixels) + 90, wide=True,
                           legend=_legend(sides, panels, throttled),
                           margin={"t": 44 if len(sides) > 1 else 26})
@@ -84,13 +84,13 @@ def timeline(sides: Sequence[Clocks], whole_log: bool) -> go.Figure:
     return fig
 
 
-def _span(side: Clocks, whole_log: bool) -> tuple[int, int]:
-    times = (side.samples["t_ns"], side.samples["t_ns"]) if whole_log else (
+def _span(side: Clocks, around: bool) -> tuple[int, int]:
+    times = (side.samples["t_ns"], side.samples["t_ns"]) if around else (
         side.windows["start_ns"], side.windows["end_ns"])
     return int(times[0].min()), int(times[1].max()) + 1
 
 
-def _description(sides: Sequence[Clocks], whole_log: bool) -> str:
+def _description(sides: Sequence[Clocks], around: bool) -> str:
     n = max(len(s.gpus) for s in sides)
     slow = sides[0].slowest
     many = (
@@ -98,7 +98,7 @@ def _description(sides: Sequence[Clocks], whole_log: bool) -> str:
         f"dotted: GPU {slow['gpu']}, the slowest. "
         if n > 1 and slow else ""
     )
-    log = "The shaded part was captured; the numbers of this tab are of it alone. " if whole_log else ""
+    log = "The shaded part was captured; the numbers of this tab are of it alone. " if around else ""
     return f"{many}{log}Long logs are drawn with the extremes of each column of pixels. Sampled."
 
 

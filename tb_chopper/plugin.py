@@ -44,10 +44,14 @@ class ChopperPlugin(base_plugin.TBPlugin):
     def __init__(self, context: base_plugin.TBContext) -> None:
         spec = getattr(context.flags, "logdir_spec", "") or ""
         self._store = RunStore(split_logdir(context.logdir or "", spec))
+        self._store.listing()  # the first scan runs while TensorBoard starts
+        self._patience_s = 1.0
 
     def is_active(self) -> bool:
-        """Whether the last scan found a run. Never looks at the disk: TensorBoard asks often, and waits."""
-        return bool(self._store.listing().runs)
+        """Whether the last scan found a run. Never looks at the disk: TensorBoard asks often, and waits. Only the
+        first time a moment is left to the first scan, or the tab would be missing from the first page."""
+        patience_s, self._patience_s = self._patience_s, 0.0
+        return bool(self._store.listing(patience_s).runs)
 
     def frontend_metadata(self) -> base_plugin.FrontendMetadata:
         return base_plugin.FrontendMetadata(es_module_path="/static/index.js", tab_name="Chopper", disable_reload=True)

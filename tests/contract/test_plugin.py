@@ -141,15 +141,14 @@ def test_active_never_waits_for_the_disk(tmp_path: Path) -> None:
 
     def slow(roots: Any) -> list[Any]:
         asked.append(threading.current_thread().name)
-        time.sleep(0.5)
+        time.sleep(2.5)
         return []
 
     with mock.patch.object(logdir, "find_runs", slow):
         plugin = Server(tmp_path).plugin
         started = time.monotonic()
         assert [plugin.is_active() for _ in range(50)] == [False] * 50
-        assert time.monotonic() - started < 0.3
-        time.sleep(0.1)
+        assert time.monotonic() - started < 1.5, "one second for the first scan, then none"
     assert set(asked) == {"chopper-scan"}
 
 

@@ -21,6 +21,7 @@ from tb_chopper.backend.readers import (
     ncu_csv,
     rocpd,
     rocprof_compute,
+    rocprof_pftrace,
     rocprofv3_csv,
     rocprofv3_json,
 )
@@ -28,7 +29,7 @@ from tb_chopper.backend.readers.byte_stream import GZIP, open_binary
 from tb_chopper.backend.readers.sqlite_file import connect
 from tb_chopper.backend.schema import CounterFile
 
-ENDINGS = (".csv", ".csv.gz", ".json", ".json.gz", ".db", ".sqlite")
+ENDINGS = (".csv", ".csv.gz", ".json", ".json.gz", ".db", ".sqlite", ".pftrace")
 _HEAD_BYTES = 1 << 16
 _AGENT_FILE = "_agent_info"
 _IDENTITY = ".identity.json"
@@ -56,10 +57,13 @@ def read(folder: Path) -> CounterRun:
     be read is an error among the findings, never the end of the others."""
     files: list[CounterFile] = []
     findings = []
-    for path in sorted(p for p in folder.rglob("*") if p.name.lower().endswith(ENDINGS) and p.is_file()):
+    found = (p for p in folder.rglob("*") if p.name.lower().endswith(ENDINGS) and p.is_file())
+    for path in sorted(found, key=lambda p: (p.suffix.lower() == ".pftrace", p)):
         try:
             reader = reader_of(path)
-            if reader:
+            # The profiler writes the same dispatches in every format asked for; a .pftrace tells least of them.
+            twice = reader is rocprof_pftrace.read and any(f.path.parent == path.parent for f in files)
+            if reader and not twice:
                 files.append(reader(path))
         except UnreadableFile as error:
             findings.append(Finding("unreadable_file", "error", str(error), file=path.name))
@@ -93,6 +97,8 @@ def reader_of(path: Path) -> Callable[[Path], CounterFile] | None:
     head = _head(path)
     if head.startswith(b"SQLite format 3\0"):
         return rocpd.read if _has_table(path, "rocpd_") else None
+    if rocprof_pftrace.is_trace(path, head):
+        return rocprof_pftrace.read
     if head.lstrip()[:1] in (b"{", b"["):
         return rocprofv3_json.read if rocprofv3_json.KEY in head else None
     if ncu_csv.header_of(head) is not None:

@@ -121,7 +121,8 @@ def test_the_same_dispatches_in_two_formats_count_once(tmp_path: Path) -> None:
     built().write(folder / "4711_results.pftrace")
     (folder / "4711_counter_collection.csv").write_text(
         "Correlation_Id,Dispatch_Id,Agent_Id,Queue_Id,Process_Id,Grid_Size,Kernel_Name,Workgroup_Size,Counter_Name,"
-        f"Counter_Value,Start_Timestamp,End_Timestamp\n1,1,2,3,4711,65536,gemm,256,SQ_WAVES,128,{T0 + 10},{T0 + 1010}\n")
+        "Counter_Value,Start_Timestamp,End_Timestamp\n"
+        f"1,1,2,3,4711,65536,gemm,256,SQ_WAVES,128,{T0 + 10},{T0 + 1010}\n")
     assert counter_files.read(tmp_path).counters["name"].tolist() == ["gemm"]
 
 

@@ -76,11 +76,18 @@ class Capture:
 
     def units(self, device: str) -> int | None:
         """CUs or SMs of the device, by the trace, else the sidecar; as `gpu_name` where it is not listed."""
-        by_device = {str(p.get("id")): p.get("numSms") for p in self.meta.get("deviceProperties") or []}
-        told = self.sidecar.get("identity", {}).get("device", {}).get("compute_units")
+        return self._property(device, "numSms", "compute_units")
+
+    def memory_bytes(self, device: str) -> int | None:
+        """Memory of the device, as `units`."""
+        return self._property(device, "totalGlobalMem", "memory_bytes")
+
+    def _property(self, device: str, in_trace: str, in_sidecar: str) -> int | None:
+        by_device = {str(p.get("id")): p.get(in_trace) for p in self.meta.get("deviceProperties") or []}
+        told = self.sidecar.get("identity", {}).get("device", {}).get(in_sidecar)
         different = set(by_device.values())
-        units = by_device.get(device) or (different.pop() if len(different) == 1 else None) or told
-        return units if isinstance(units, int) and units > 0 else None
+        value = by_device.get(device) or (different.pop() if len(different) == 1 else None) or told
+        return value if isinstance(value, int) and value > 0 else None
 
     def _told(self, key: str) -> tuple[Any, Any]:
         return self.meta.get("distributedInfo", {}).get(key), self.sidecar.get("identity", {}).get(key)

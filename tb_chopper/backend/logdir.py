@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from stat import S_ISREG
 from typing import Any
@@ -26,9 +26,12 @@ TRACE_PATTERNS = [
 """Names of trace files; the first that matches gives worker and span."""
 SIDECAR = ".chopper.json"
 TELEMETRY = ".telemetry.csv"
+SNAPSHOT_PATTERN = r"snapshot.*\.(pickle|pkl)$"
+"""Names of memory snapshots, wherever in the name it stands: rank0_memory_snapshot.pickle (torchtitan)."""
 COUNTERS = "counters"
 
 _TRACES = [re.compile(p) for p in TRACE_PATTERNS]
+_SNAPSHOT = re.compile(SNAPSHOT_PATTERN, re.IGNORECASE)
 _STEM = re.compile(r"(?:\.pt\.trace)?\.json(?:\.gz)?$")
 _RANK = re.compile(r"(?:^|[^A-Za-z])rank[-_]?(\d+)|_r(\d+)(?:_|$)", re.IGNORECASE)
 
@@ -71,12 +74,13 @@ class RunFiles:
     traces: tuple[TraceFile, ...]
     telemetry: tuple[File, ...] = ()
     counters: tuple[File, ...] = ()
+    snapshots: tuple[File, ...] = ()
 
     @property
     def files(self) -> tuple[File, ...]:
         """Every file that the run's numbers come from."""
         sidecars = tuple(t.sidecar for t in self.traces if t.sidecar)
-        return (*self.traces, *sidecars, *self.telemetry, *self.counters)
+        return (*self.traces, *sidecars, *self.telemetry, *self.counters, *self.snapshots)
 
 
 Listing = dict[str, dict[str, File]]
@@ -121,7 +125,7 @@ def _path(path: str | Path) -> Path | Url:
 
 def _renamed(run: RunFiles, prefix: str) -> RunFiles:
     name = run.name if not prefix else prefix if run.name == "." else f"{prefix}/{run.name}"
-    return RunFiles(name, run.path, run.traces, run.telemetry, run.counters)
+    return replace(run, name=name)
 
 
 def _single(file: File) -> RunFiles:
@@ -168,7 +172,8 @@ def _run(root: Path | Url, directory: str, listing: Listing) -> RunFiles | None:
         f for other, own in listing.items() if other == below or other.startswith(f"{below}/") for f in own.values()]
     telemetry = [f for name, f in files.items() if name.endswith(TELEMETRY)]
     path = root if directory == "." else _join(root, directory)
-    return RunFiles(directory, path, traces, _sorted(telemetry), _sorted(counters))
+    snapshots = [f for name, f in files.items() if _SNAPSHOT.search(name)]
+    return RunFiles(directory, path, traces, _sorted(telemetry), _sorted(counters), _sorted(snapshots))
 
 
 def _trace(file: File, worker: str, span: int, beside: Mapping[str, File]) -> TraceFile:
@@ -194,7 +199,7 @@ def _natural(name: str) -> list[tuple[int, str]]:
 
 
 def _wanted(name: str, below_counters: bool) -> bool:
-    ours = below_counters or name.endswith((SIDECAR, TELEMETRY)) or _match(name) is not None
+    ours = below_counters or name.endswith((SIDECAR, TELEMETRY)) or bool(_match(name) or _SNAPSHOT.search(name))
     return ours and not name.startswith(".")
 
 

@@ -30,6 +30,7 @@ from tb_chopper.backend.metrics import (
     frequency,
     grouping,
     launch,
+    memory,
     overlap,
     power,
     process_groups,
@@ -39,7 +40,7 @@ from tb_chopper.backend.metrics import (
     timeline,
 )
 from tb_chopper.backend.metrics.grouping import By, Where
-from tb_chopper.backend.readers import counter_files, telemetry_logs
+from tb_chopper.backend.readers import counter_files, memory_snapshot, telemetry_logs
 from tb_chopper.backend.readers.counter_files import CounterRun
 from tb_chopper.backend.readers.log_times import TimeBase
 
@@ -151,12 +152,45 @@ class Run:
         return by_severity([*self.counters.findings, *self.counter_alignment.findings])
 
     @lazy
+    def memory_events(self) -> pd.DataFrame:
+        """What the allocators did, from memory snapshots, else profile_memory; see metrics.memory.allocations."""
+        return memory.allocations([*self._profiled_memory(), *self._snapshots[0]], self.steps)
+
+    @lazy
+    def _snapshots(self) -> tuple[list[memory.Source], list[Finding]]:
+        sources, findings = [], []
+        gpu_of_rank = {int(r): int(g) for r, g in zip(self.workers["rank"], self.workers["gpu"], strict=True)
+                       if not pd.isna(r)}
+        gpus = sorted(map(int, self.workers["gpu"].unique()))
+        for file in self.files.snapshots:
+            name = file.path.name
+            rank = logdir.rank_hint(name)
+            gpu = gpus[0] if rank is None and len(gpus) == 1 else gpu_of_rank.get(-1 if rank is None else rank)
+            if gpu is None:
+                findings.append(Finding("memory_snapshot_unplaced", "warning", f"{name}: left aside: no rank of this "
+                                        "run in its name; call it rank<N>_memory_snapshot.pickle", file=name))
+                continue
+            try:
+                snapshot = memory_snapshot.read(file.path)
+            except UnreadableFile as error:
+                findings.append(Finding("unreadable_memory_snapshot", "warning", str(error), file=name))
+                continue
+            sources.append(memory.Source(snapshot.events, {"0": gpu}, memory.SNAPSHOT))
+            findings += snapshot.findings
+        return sources, findings
+
+    def _profiled_memory(self) -> list[memory.Source]:
+        workers = self.workers[self.workers["device"].astype(object) != ""]
+        return [memory.Source(c.memory, dict(zip(own["device"].astype(str), own["gpu"], strict=True)), memory.PROFILER)
+                for c in self.captures if len(own := workers[workers["file"] == c.file.path.name])]
+
+    @lazy
     def findings(self) -> list[Finding]:
         """What is to be known about the data of this run, the worst first."""
         captures, failed = self._load()
         return by_severity([*failed, *(f for c in captures for f in c.findings), *_rank_findings(self.workers),
                             *self._comparable[1], *collectives.findings(*self._arrived()),
-                            *self.telemetry.findings])
+                            *self._snapshots[1], *self.telemetry.findings])
 
     # -- metrics: definitions in docs/metrics.md -------------------------------------------------------------------
 
@@ -256,6 +290,17 @@ class Run:
     def outlier_steps(self) -> pd.DataFrame:
         """Steps that took much longer than the others, and what in them grew; see metrics.stragglers.outlier_steps."""
         return stragglers.outlier_steps(self._comparable_kernels, self._comparable_steps)
+
+    def memory(self) -> pd.DataFrame:
+        """Peak, floor, fragmentation and headroom of each GPU's memory; see metrics.memory.memory."""
+        total = {int(gpu): bytes_ for gpu, file, device in
+                 zip(self.workers["gpu"], self.workers["file"], self.workers["device"].astype(str), strict=True)
+                 if (bytes_ := self._capture_of(file).memory_bytes(device)) and device != "cpu"}
+        return memory.memory(self.memory_events, self.kernels, total)
+
+    def step_memory(self) -> pd.DataFrame:
+        """Lowest and highest level of memory in each step; see metrics.memory.step_memory."""
+        return memory.step_memory(self.memory_events)
 
     @property
     def clock_offsets(self) -> pd.DataFrame:

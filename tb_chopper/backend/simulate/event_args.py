@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from typing import Any
 
 from tb_chopper.backend.simulate.config import Config
-from tb_chopper.backend.simulate.workload import Call, Collective, Kernel
+from tb_chopper.backend.simulate.workload import Call, Collective, Dims, Kernel
 
 RANK, SEQ, CORRELATION = "\x01R", "\x01S", "\x01C"
 """Places that are filled per rank, per collective and per call."""
@@ -52,17 +53,14 @@ def launch(kernel: Kernel, dialect: str) -> tuple[str, str]:
 
 
 def shapes(call: Call) -> str:
-    """What `record_shapes` adds to an operator."""
+    """What `record_shapes` adds to an operator: one entry per argument."""
     if not call.types:
         return ""
-    dims = [list(d) for d in call.dims] + [[]] * (len(call.types) - len(call.dims))
-    extra: list[list[int]] = [[]] * max(0, len(call.concrete) - len(call.types))
+    n = len(call.types)
+    dims = [*map(_listed, call.dims), *([[]] * (n - len(call.dims)))]
     return _members({
-        "Concrete Inputs": list(call.concrete),
-        "Input type": [*call.types, *["Scalar"] * len(extra)],
-        "Input Strides": [*(_strides(d) for d in dims), *extra],
-        "Input Dims": [*dims, *extra],
-    })
+        "Concrete Inputs": [*call.concrete, *[""] * (n - len(call.concrete))], "Input type": list(call.types),
+        "Input Strides": [_strides(d) for d in dims], "Input Dims": dims})
 
 
 def buffers(collective: Collective) -> str:
@@ -107,7 +105,13 @@ def _members(values: dict[str, object]) -> str:
     return ", " + json.dumps(values)[1:-1]
 
 
-def _strides(dims: Sequence[int]) -> list[int]:
+def _listed(dims: Dims) -> list[Any]:
+    return [list(d) if isinstance(d, tuple) else d for d in dims]
+
+
+def _strides(dims: Sequence[Any]) -> list[Any]:
+    if dims and isinstance(dims[0], list):
+        return [_strides(d) for d in dims]
     strides, step = [], 1
     for size in reversed(dims):
         strides.append(step)

@@ -77,8 +77,10 @@ def _pass(rank: Rank, number: int, pid: int) -> tuple[str, pd.DataFrame]:
     line = _line_format(columns)
     truth = []
     for dispatch, (step, item, correlation) in enumerate(rows, start=1):
-        cycles = _gui_cycles(item, config, rng)
-        length = max(1, round(cycles / (config.gpu.max_clock_mhz * 1e-3 * COUNTER_CLOCK) / TIMESTAMP_NS)) * TIMESTAMP_NS
+        alone = _cycles(item, config, rng)
+        # What starting and stopping the counters takes is in GRBM_GUI_ACTIVE, not between the timestamps.
+        cycles = alone + (0 if item.collective else config.counter_overhead_cycles)
+        length = max(1, round(alone / (config.gpu.max_clock_mhz * 1e-3 * COUNTER_CLOCK) / TIMESTAMP_NS)) * TIMESTAMP_NS
         if kept[dispatch - 1]:
             truth.append((rank.rank, number, dispatch, step, correlation))
             fields = _fields(rank, item, dispatch, pid, names[item.kernel.name], start, start + length)
@@ -109,13 +111,13 @@ def _order(rows: list[tuple[int, Item, int]], share: float, rng: np.random.Gener
     return rows
 
 
-def _gui_cycles(item: Item, config: Config, rng: np.random.Generator) -> float:
+def _cycles(item: Item, config: Config, rng: np.random.Generator) -> float:
     """Cycles per die of a dispatch that runs alone; a collective of serialized ranks transfers without waiting."""
     if item.collective is not None:
         transfer = physics.transfer_ns(item.collective.name, item.collective.n_bytes, config)
         return transfer * config.gpu.max_clock_mhz * 1e-3 * COUNTER_CLOCK
     noise = 1.0 + config.faults.jitter * float(rng.standard_normal())
-    return physics.cycles(item.kernel, config.gpu) * noise + config.counter_overhead_cycles
+    return physics.cycles(item.kernel, config.gpu) * noise
 
 
 _VALUES: dict[str, Callable[[Item, Gpu, float], float]] = {

@@ -111,7 +111,7 @@ class _Step:
     def _forward_op(self, op: Op, outer: Sequence[str]) -> Recorded:
         record = self.record
         if outer:
-            with record.op(outer[0], seq=record.seq, args=event_args.shapes(op.call)):
+            with record.op(outer[0], seq=record.seq):
                 return self._forward_op(op, outer[1:])
         recorded = Recorded(op, record.seq, len(record.cost), record.layer)
         record.seq += bool(op.node)
@@ -175,7 +175,8 @@ class _Step:
         name = "Memcpy HtoD (Pinned -> Device)" if self.record.dialect == "cuda" else "Memcpy HtoD (Host -> Device)"
         kernel = Kernel(name, "memcpy", bytes=self.config.tokens * 8, utilization=0.005, activity=0.05, api="copy")
         shape = (self.config.batch, self.config.sequence)
-        copy = Call("aten::copy_", (shape, shape), ("long int",) * 2, ("", "", "False"), kernels=(kernel,))
+        copy = Call("aten::copy_", (shape, shape), ("long int", "long int", "Scalar"), ("", "", "False"),
+                    kernels=(kernel,))
         with self.record.op("aten::to"), self.record.op("aten::_to_copy"):
             self.record.call(copy)
 
@@ -289,4 +290,4 @@ def _copy(name: str, kernel_name: str, elements: int) -> Call:
     """One of FSDP2's copies between parameters and the buffers of collectives: reads and writes every element."""
     kernel = Kernel(kernel_name, "vector", bytes=2.0 * elements * BF16, utilization=0.55, contention=0.32,
                     activity=0.35, blocks=max(1, elements // 16_384))
-    return Call(name, ((elements,),), ("TensorList",), ("",), kernels=(kernel,))
+    return Call(name, (((elements,),),), ("TensorList",), ("",), kernels=(kernel,))

@@ -40,6 +40,10 @@ class Kernel:
     api: str = "launch"  # launch | module | ext_module | ext | copy
 
 
+Dims = tuple[int, ...] | tuple[tuple[int, ...], ...]
+"""Shape of a tensor, or the shapes of a list of tensors."""
+
+
 class Collective(NamedTuple):
     name: str
     number: int
@@ -55,9 +59,11 @@ class Call:
     """One operator call on the host: children first, then its own kernels."""
 
     name: str
-    dims: tuple[tuple[int, ...], ...] = ()
+    dims: tuple[Dims, ...] = ()
+    """of all arguments, keywords included; `()` for what is no tensor; those at the end may be left out"""
     types: tuple[str, ...] = ()
     concrete: tuple[str, ...] = ()
+    """values of what is no tensor, as the profiler writes them"""
     children: tuple[Call, ...] = ()
     kernels: tuple[Kernel, ...] = ()
 
@@ -100,6 +106,23 @@ def build(config: Config) -> Workload:
     )
 
 
+_MORE: dict[str, tuple[tuple[str, str], ...]] = {
+    "aten::add": (("Scalar", "1"),),
+    "aten::add_": (("Scalar", "1"),),
+    "aten::pow": (("Scalar", "2"),),
+    "aten::mean": (("ScalarList", "[-1]"), ("Scalar", "True"), ("", "")),
+    "aten::sum": (("ScalarList", "[0]"), ("Scalar", "False"), ("", "")),
+    "aten::linalg_vector_norm": (("Scalar", "2."), ("", ""), ("Scalar", "False"), ("", "")),
+    "aten::cat": (("Scalar", "0"),),
+    "aten::_foreach_add_": (("Scalar", "1."),),
+    "aten::_foreach_mul_": (("float", ""),),
+    "aten::_foreach_norm": (("Scalar", "2"), ("", "")),
+    "aten::_fused_adamw_": (
+        *(("TensorList", ""),) * 5, ("Scalar", "0.0003"), ("Scalar", "0.9"), ("Scalar", "0.95"), ("Scalar", "0.1"),
+        ("Scalar", "1e-08"), ("Scalar", "False"), ("Scalar", "False"), ("", ""), ("", "")),
+}
+"""Type and value of the arguments behind the tensors, as record_shapes writes them; null has no type."""
+_BINARY = ("aten::mul", "aten::div", "aten::add")
 _SCALE_ALL = "BinaryOpScalarTensorFunctor<c10::BFloat16, 1, 1, 0>"
 _ADD = "CUDAFunctor_add<c10::BFloat16>"
 _MUL = "BinaryFunctor<c10::BFloat16, c10::BFloat16, c10::BFloat16, MulFunctor<float> >"
@@ -151,7 +174,14 @@ class _Maker:
         """A memory-bound operator over tensors of one size: `reads` in, `writes` out."""
         shape = (*self.bs, max(1, int(elements) // self.t))
         n_bytes = elements * size * (reads + writes)
-        return Call(name, (shape,) * reads, (DTYPE[size],) * reads, ("",) * reads,
+        dims: tuple[Dims, ...] = (shape,) * reads if name != "aten::cat" else ((shape,) * reads,)
+        types = (DTYPE[size],) * reads
+        if name == "aten::cat":
+            types = ("TensorList",)
+        elif name in _BINARY and reads == 1:  # the other operand is a number
+            dims, types = (*dims, ()), (*types, "double")
+        more = _MORE.get(name, ())
+        return Call(name, dims, (*types, *(kind for kind, _ in more)), ("",) * len(types) + tuple(v for _, v in more),
                     kernels=(self.vector(kernel, n_bytes, elements, per_block),))
 
     def point(self, name: str, functor: str, elements: float, *, size: int = BF16, reads: int = 1) -> Call:
@@ -163,11 +193,15 @@ class _Maker:
     def cast(self, operation: str, elements: float) -> Op:
         shape = (*self.bs, max(1, int(elements) // self.t))
         kernel = self.vector(kernel_names.elementwise("LoadWithCast_copy", 2), elements * (BF16 + FP32), elements)
-        call = Call("aten::copy_", (shape, shape), (DTYPE[FP32], DTYPE[BF16]), ("", "", "False"), kernels=(kernel,))
+        call = Call("aten::copy_", (shape, shape), (DTYPE[FP32], DTYPE[BF16], "Scalar"), ("", "", "False"),
+                    kernels=(kernel,))
         return Op(operation, call, "ToCopyBackward0", (call,), outer=("aten::to", "aten::_to_copy"))
 
     def contiguous(self, operation: str, elements: float) -> Op:
-        call = self.point("aten::copy_", "direct_copy_kernel", elements)
+        shape = (*self.bs, max(1, int(elements) // self.t))
+        kernel = self.vector(kernel_names.elementwise("direct_copy_kernel", 2), 2 * elements * BF16, elements)
+        call = Call("aten::copy_", (shape, shape), (DTYPE[BF16], DTYPE[BF16], "Scalar"), ("", "", "False"),
+                    kernels=(kernel,))
         return Op(operation, call, "CloneBackward0", (), outer=("aten::contiguous", "aten::clone"))
 
     # operations
@@ -220,7 +254,7 @@ class _Maker:
         m, c = self.model, self.config
         q = (c.batch, m.heads, c.sequence, m.head_dim)
         kv = (c.batch, m.kv_heads, c.sequence, m.head_dim)
-        types, length = (DTYPE[BF16],) * 3, str(c.sequence)
+        length = str(c.sequence)
         # causal: half of 4 b h s^2 d; the backward has five matrix products where the forward has two
         flop = 2.0 * c.batch * m.heads * c.sequence**2 * m.head_dim
         blocks = math.ceil(c.sequence / 128) * c.batch * m.heads
@@ -238,15 +272,27 @@ class _Maker:
             backward = (before, kernel(names[2], flop * 2.5, 0.36 * tuned), after)
         else:
             backward = (before, kernel(names[2], flop * 1.5, 0.21 * tuned), kernel(names[3], flop, 0.21 * tuned))
-        flash = Call("aten::_flash_attention_forward", (q, kv, kv), types,
-                     ("", "", "", "", "", length, length, "0.", "True"),
+        # Inside, the kernels' own layout: [batch, length, heads, dim].
+        inner_q, inner_kv = ((d[0], d[2], d[1], d[3]) for d in (q, kv))
+        rows, three = (c.batch, m.heads, c.sequence), (DTYPE[BF16],) * 3
+        number, null = "Scalar", ""
+        scale = f"{m.head_dim ** -0.5:.17g}"
+        lengths = (null, null, number, number, number, number)  # cum_seq_q, cum_seq_k, max_q, max_k, dropout, is_causal
+        values = ("", "", length, length, "0.", "True")
+        flash = Call("aten::_flash_attention_forward", (inner_q, inner_kv, inner_kv),
+                     (*three, *lengths, number, number, *(null,) * 6), ("",) * 3 + values + ("False", scale),
                      kernels=(kernel(names[0], flop, 0.34),))
         flash_attention = "aten::_scaled_dot_product_flash_attention"
-        forward = Call(flash_attention, (q, kv, kv), types, ("", "", "", "0.", "True", "False"), children=(flash,))
-        four = (DTYPE[BF16],) * 4
-        inner = Call("aten::_flash_attention_backward", (q, q, kv, kv), four, ("",) * 4, kernels=backward)
-        back = Call(f"{flash_attention}_backward", (q, q, kv, kv), four,
-                    ("", "", "", "", "", "", "", "", length, length, "0.", "True"), children=(inner,))
+        forward = Call(flash_attention, (q, kv, kv), (*three, number, number, number, null),
+                       ("", "", "", "0.", "True", "False", ""), children=(flash,))
+        five = (*(DTYPE[BF16],) * 5, "float")  # grad_out, query, key, value, out, logsumexp
+        seeds = ((2,), ()), ("long int", "long int")
+        inner = Call("aten::_flash_attention_backward",
+                     (inner_q, inner_q, inner_kv, inner_kv, inner_q, rows, *((),) * 6, *seeds[0]),
+                     (*five, *lengths, *seeds[1], number, null, null), ("",) * 6 + values + ("", "", scale),
+                     kernels=backward)
+        back = Call(f"{flash_attention}_backward", (q, q, kv, kv, q, rows, *((),) * 6, *seeds[0]),
+                    (*five, *lengths, *seeds[1], null), ("",) * 6 + values, children=(inner,))
         return Op("attn_fa", forward, "ScaledDotProductFlashAttentionBackward0", (back,),
                   ("aten::scaled_dot_product_attention",))
 
@@ -254,7 +300,8 @@ class _Maker:
         m, n = self.model, float(self.t * self.model.dim)
         forward = Call("aten::index_select", ((m.vocab, m.dim), (), (self.t,)), (DTYPE[BF16], "Scalar", "long int"),
                        ("", "0", ""), kernels=(self.vector(kernel_names.GATHER, 2 * n * BF16, n),))
-        backward = Call("aten::embedding_dense_backward", ((*self.bs, m.dim), self.bs), (DTYPE[BF16], "long int"),
+        backward = Call("aten::embedding_dense_backward", ((*self.bs, m.dim), self.bs), 
+                        (DTYPE[BF16], "long int", "Scalar", "Scalar", "Scalar"),
                         ("", "", str(m.vocab), "-1", "False"), kernels=(
                             self.vector(kernel_names.SORT[self.dialect], self.t * 32.0, self.t),
                             self.vector(kernel_names.EMBEDDING_BACKWARD, (n + m.vocab * m.dim) * BF16, n)))
@@ -267,7 +314,8 @@ class _Maker:
         fused = (m.heads + 2 * m.kv_heads) * m.head_dim
         yield from self.norm("attn_n")
         yield self.linear("qkv_ip", m.dim, fused)
-        split = Call("aten::split_with_sizes", ((*self.bs, fused),), (DTYPE[BF16],), ("",))
+        split = Call("aten::split_with_sizes", ((*self.bs, fused),), (DTYPE[BF16], "ScalarList", "Scalar"),
+                     ("", f"[{int(q) // self.t}, {int(kv) // self.t}, {int(kv) // self.t}]", "-1"))
         yield Op("qkv_s", split, "SplitWithSizesBackward0", (self.call("aten::cat", kernel_names.CAT, q + 2 * kv),))
         yield from self.rotary(q)
         yield from self.rotary(kv)
@@ -292,14 +340,15 @@ class _Maker:
     def loss(self) -> Iterator[Op]:
         n, rows, fp32 = float(self.t * self.model.vocab), (self.t, self.model.vocab), DTYPE[FP32]
         yield self.cast("cel", n)
-        forward = Call("aten::_log_softmax", (rows,), (fp32,), ("", "1", "False"),
+        forward = Call("aten::_log_softmax", (rows,), (fp32, "Scalar", "Scalar"), ("", "1", "False"),
                        kernels=(self.vector(kernel_names.LOG_SOFTMAX, 3 * n * FP32, n),))
-        backward = Call("aten::_log_softmax_backward_data", (rows, rows), (fp32, fp32), ("", "", "1", "6"),
-                        kernels=(self.vector(kernel_names.LOG_SOFTMAX_BACKWARD, 3 * n * FP32, n),))
+        backward = Call("aten::_log_softmax_backward_data", (rows, rows), (fp32, fp32, "Scalar", "Scalar"),
+                        ("", "", "1", "6"), kernels=(self.vector(kernel_names.LOG_SOFTMAX_BACKWARD, 3 * n * FP32, n),))
         yield Op("cel", forward, "LogSoftmaxBackward0", (backward,), ("aten::cross_entropy_loss", "aten::log_softmax"))
-        forward = Call("aten::nll_loss_forward", (rows, (self.t,)), (fp32, "long int"), ("", "", "", "1", "-100"),
-                       kernels=(self.vector(kernel_names.NLL, self.t * 8.0, self.t),))
-        backward = Call("aten::nll_loss_backward", ((), rows, (self.t,)), (fp32, fp32, "long int"), ("",) * 3,
+        forward = Call("aten::nll_loss_forward", (rows, (self.t,)), (fp32, "long int", "", "Scalar", "Scalar"),
+                       ("", "", "", "1", "-100"), kernels=(self.vector(kernel_names.NLL, self.t * 8.0, self.t),))
+        backward = Call("aten::nll_loss_backward", ((), rows, (self.t,)),
+                        (fp32, fp32, "long int", "", "Scalar", "Scalar", fp32), ("", "", "", "", "1", "-100"),
                         kernels=(self.vector(kernel_names.NLL_BACKWARD, n * FP32, self.t),))
         yield Op("cel", forward, "NllLossBackward0", (backward,), ("aten::nll_loss_nd", "aten::nll_loss"))
 
@@ -307,7 +356,10 @@ class _Maker:
 
     def foreach(self, name: str, functor: str, n_bytes: float) -> Call:
         kernel = self.vector(kernel_names.foreach(functor), n_bytes, self.shard)
-        return Call(name, (), ("TensorList",), ("",), kernels=(kernel,))
+        more = _MORE[name]
+        dims = (((int(self.shard),),),) * (1 + sum(kind == "TensorList" for kind, _ in more))
+        return Call(name, dims, ("TensorList", *(kind for kind, _ in more)), ("", *(v for _, v in more)),
+                    kernels=(kernel,))
 
     def clip_norms(self) -> Iterator[Call]:
         norms = float(self.model.layers)

@@ -4,7 +4,9 @@ Nothing but the program is common to the two runs: ids, addresses, times, even t
 dispatches are missing. So, per GPU, pass and step: kernels get symbols (name in its common form, and grid), the step is
 looked for among the dispatches by the symbols that it has once, and the two sequences are aligned.
 
-    exact        forced by the order around it, or as often between two forced ones on either side
+    exact        forced by the order around it, or as often between two forced ones on either side. Order counts within
+                 a stream only: streams may change places, so a kernel beside the main stream is exact where its
+                 stream lost none of its kind
     approximate  which dispatch it is is not certain: that of the same operation in another layer stands for it, else
                  another one of its name and grid; or a variant of its family, where no kernel of its name was counted
 """
@@ -43,9 +45,9 @@ Ranks = Mapping[tuple[int, str, int], int]
 class Alignment:
     """pairs: one row per kernel and pass: kernel (index of KERNELS), pass, row (index of COUNTERS), match.
 
-    names: one row per kernel name of the trace: name, n_kernels, n_exact, n_approximate (counted in the pass that has
-    the fewest), time_us, matched_share of its time. only_counted: name, n_dispatches of kernels that the trace lacks.
-    matched_share: of the trace's compute time, in the pass that has the least. pass_spread: how far the passes are
+    names: one row per kernel name of the trace: name, n_kernels, n_exact, n_approximate (a kernel is what it is in its
+    worst pass), time_us, matched_share of its time. only_counted: name, n_dispatches of kernels that the trace lacks.
+    matched_share: of the trace's compute time, in every pass. pass_spread: how far the passes are
     apart, as the median over kernels of (most − fewest) / median cycles; NaN with one pass.
     """
 
@@ -66,8 +68,10 @@ def align(kernels: pd.DataFrame, counters: pd.DataFrame, ranks: Ranks | None = N
     for (number, gpu), dispatches in groups:
         mine = rows[rows["gpu"] == gpu]
         d = counter_symbol[counters.index.get_indexer(dispatches)]
-        for sequence, steps in _sequences(mine, trace_symbol[rows.index.get_indexer(mine.index)]):
-            found, certainty = _match(sequence, d)
+        symbols = trace_symbol[rows.index.get_indexer(mine.index)]
+        beside = _beside(mine["stream"].to_numpy(), symbols, len(by_family))
+        for sequence, steps in _sequences(mine, symbols):
+            found, certainty = _match(sequence, d, beside)
             certainty = np.where(by_family[sequence], np.minimum(certainty, _ORDERED), certainty)
             known = found >= 0
             for step in steps:
@@ -78,7 +82,7 @@ def align(kernels: pd.DataFrame, counters: pd.DataFrame, ranks: Ranks | None = N
     pairs["row"] = _siblings(pairs, rows)
     pairs["match"] = pd.Categorical(np.where(pairs["certainty"] == _FORCED, EXACT, APPROXIMATE), [EXACT, APPROXIMATE])
     pairs = pairs.drop(columns="certainty")
-    names, share = _report(kernels, rows, pairs)
+    names, share = _report(rows, pairs)
     only = _only_counted(rows, counters)
     spread, apart = _pass_spread(counters, pairs)
     findings += [*_report_findings(names, only, share, len(pairs)), *apart]
@@ -205,15 +209,26 @@ def _sequences(rows: pd.DataFrame, symbols: np.ndarray) -> list[tuple[np.ndarray
     return list(out.values())
 
 
+def _beside(stream: np.ndarray, symbols: np.ndarray, n: int) -> np.ndarray:
+    """By symbol: 0, it is on the main stream (that of most kernels) alone; 1, on one other alone; 2, on several."""
+    out = np.zeros(n, np.int8)
+    if len(stream):
+        _, place, count = np.unique(stream, return_inverse=True, return_counts=True)
+        pairs = np.unique(np.stack((symbols, place)), axis=1)
+        out[pairs[0][pairs[1] != np.argmax(count)]] = 1
+        out[np.bincount(pairs[0], minlength=n) > 1] = 2
+    return out
+
+
 # ---- matching
 
 
-def _match(t: np.ndarray, d: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """For each element of a step: the index of its dispatch in `d` (-1: none), and how certain that is."""
+def _match(t: np.ndarray, d: np.ndarray, beside: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """For each element of a step: the index of its dispatch in `d` (-1: none), and how certain that is. `beside`: by
+    symbol, which streams it is on."""
     found, exact = np.full(len(t), _NONE, np.int64), np.zeros(len(t), bool)
     low, high, head, tail = _window(t, d)
-    a, b = _forced(t, d[low:high])
-    a, b = _fill(t, d[low:high], a, b)
+    a, b = _pairs(t, d[low:high], beside)
     found[a], exact[a] = b + low, True
     # In front of the first certain place of the step, a missing kernel may have been taken for one of the step before.
     if not np.array_equal(t[:head], d[low:low + head]):
@@ -255,6 +270,22 @@ def _window(t: np.ndarray, d: np.ndarray) -> tuple[int, int, int, int]:
     low = max(int(begin[front]), 0)
     high = min(int(at[back] + len(t) - place[back]), len(d))
     return low, max(high, low), int(place[front]), int(len(t) - 1 - place[back])
+
+
+def _pairs(t: np.ndarray, d: np.ndarray, beside: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The certain pairs of a step and its window."""
+    if np.array_equal(t, d):
+        return np.arange(len(t)), np.arange(len(d))
+    main_t, main_d = np.flatnonzero(beside[t] == 0), np.flatnonzero(beside[d] == 0)
+    a, b = _forced(t[main_t], d[main_d])
+    a, b = _fill(t[main_t], d[main_d], a, b)
+    parts = [(main_t[a], main_d[b])]
+    for symbol in np.unique(t[beside[t] == 1]):
+        mine, theirs = np.flatnonzero(t == symbol), np.flatnonzero(d == symbol)
+        if len(mine) == len(theirs):
+            parts.append((mine, theirs))
+    a, b = (np.concatenate(side) for side in zip(*parts, strict=True))
+    return a, b
 
 
 def _forced(t: np.ndarray, d: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -299,26 +330,22 @@ def _siblings(pairs: pd.DataFrame, rows: pd.DataFrame) -> pd.Series:
 # ---- report
 
 
-def _report(kernels: pd.DataFrame, rows: pd.DataFrame, pairs: pd.DataFrame) -> tuple[pd.DataFrame, float]:
-    time = (rows["end_ns"] - rows["start_ns"]) / 1000
-    compute = rows["kind"].cat.codes.to_numpy() == COMPUTE
-    table = pd.DataFrame({"name": rows["name"].to_numpy(), "time_us": time.to_numpy(), "compute": compute})
-    passes = sorted(pairs["pass"].unique())
-    fewest = None
-    for number in passes or [0]:
-        mine = pairs[pairs["pass"] == number].set_index("kernel")["match"].reindex(rows.index)
-        level = pd.DataFrame({"exact": (mine == EXACT).to_numpy(), "approximate": (mine == APPROXIMATE).to_numpy()})
-        matched = table.assign(**level, matched_us=table["time_us"].where(level.any(axis=1), 0.0))
-        if fewest is None or matched.loc[compute, "matched_us"].sum() < fewest.loc[compute, "matched_us"].sum():
-            fewest = matched
-    assert fewest is not None
-    names = fewest.groupby("name", observed=True, sort=False).agg(
-        n_kernels=("time_us", "size"), n_exact=("exact", "sum"), n_approximate=("approximate", "sum"),
-        time_us=("time_us", "sum"), matched_us=("matched_us", "sum")).reset_index()
+def _report(rows: pd.DataFrame, pairs: pd.DataFrame) -> tuple[pd.DataFrame, float]:
+    time = ((rows["end_ns"] - rows["start_ns"]) / 1000).to_numpy()
+    passes = pairs["pass"].nunique()
+    at = rows.index.get_indexer(pairs["kernel"])
+    matched = np.bincount(at, minlength=len(rows)) >= max(passes, 1)
+    exact = np.bincount(at, (pairs["match"] == EXACT).to_numpy(), len(rows)) >= max(passes, 1)
+    names = pd.DataFrame({
+        "name": rows["name"].to_numpy(), "exact": exact, "approximate": matched & ~exact, "time_us": time,
+        "matched_us": np.where(matched, time, 0.0)}).groupby("name", observed=True, sort=False).agg(
+            n_kernels=("time_us", "size"), n_exact=("exact", "sum"), n_approximate=("approximate", "sum"),
+            time_us=("time_us", "sum"), matched_us=("matched_us", "sum")).reset_index()
     names["matched_share"] = names["matched_us"] / names["time_us"].where(names["time_us"] > 0)
     names = names.drop(columns="matched_us").sort_values("time_us", ascending=False, ignore_index=True)
-    total = fewest.loc[compute, "time_us"].sum()
-    return names, float(fewest.loc[compute, "matched_us"].sum() / total) if total else 0.0
+    compute = rows["kind"].cat.codes.to_numpy() == COMPUTE
+    total = time[compute].sum()
+    return names, float(time[compute & matched].sum() / total) if total else 0.0
 
 
 def _pass_spread(counters: pd.DataFrame, pairs: pd.DataFrame) -> tuple[float, list[Finding]]:

@@ -102,6 +102,18 @@ def test_a_simulated_node_shows_its_clocks(tmp_path: Path) -> None:
     assert {"Step", "Phase", "Layer"} <= {path.rsplit("/", 1)[-1] for path in found.slices}
 
 
+def test_hosts_whose_clocks_differ_are_put_on_the_first_ones(tmp_path: Path) -> None:
+    (folder,) = simulate(tmp_path / "sim", Options(preset="tiny", hosts=2, ranks=1, clock_skew_us=500))
+    run = tb_chopper.open_run(folder)
+    slices = on_streams(exported(run, tmp_path))
+    for gpu, planted_ns in ((0, 0), (1, 500_000)):
+        table = run.kernels[run.kernels["gpu"] == gpu]
+        first = min(s.start_ns for s in slices if f"/GPU {gpu} " in s.track)
+        assert table["start_ns"].min() - first == pytest.approx(planted_ns, abs=50_000)
+        total = sum(s.end_ns - s.start_ns for s in slices if f"/GPU {gpu} " in s.track)
+        assert total == (table["end_ns"] - table["start_ns"]).sum()
+
+
 def test_any_name_survives(tmp_path: Path) -> None:
     t = TraceBuilder()
     for i, text in enumerate(NAMES):

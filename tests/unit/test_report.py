@@ -13,6 +13,7 @@ import tb_chopper
 from tb_chopper import cli
 from tb_chopper.backend import analyze
 from tb_chopper.backend.export import differences, report
+from tb_chopper.backend.simulate import Options, simulate
 from tb_chopper.backend.views import REGISTRY
 from tests.builders import TraceBuilder
 from tests.contract.test_augmented_trace import NAMES
@@ -72,6 +73,16 @@ def test_differences_are_those_that_were_planted(tmp_path: Path) -> None:
     for name, frame in (("us", run.timeline(by=["gpu", "step"])), ("us_other", other.timeline(by=["gpu", "step"]))):
         expected = frame[frame["step"].notna()]["idle_us"].mean()
         assert parts.loc["Idle", name] == pytest.approx(expected)
+
+
+def test_factors_of_the_breakdown_are_compared(tmp_path: Path) -> None:
+    (slow,) = simulate(tmp_path / "slow", Options(preset="tiny", slow={0: 0.7, 1: 0.7}))
+    (fast,) = simulate(tmp_path / "fast", Options(preset="tiny"))
+    rows = differences.view(tb_chopper.open_run(slow), tb_chopper.open_run(fast)).tables["factors"].rows
+    gemm = rows[rows["operation"] == "mlp_gp"].set_index("factor")["ratio"]
+    # The same program at another clock: the same work, more time.
+    assert gemm["Theoretical duration, µs"] == pytest.approx(1) and gemm["Instructions, ×"] == pytest.approx(1)
+    assert gemm["Actual duration, µs"] > 1.05 and gemm["Frequency, ×"] > 1.05
 
 
 def test_runs_without_steps_or_with_other_gpus_compare(tmp_path: Path) -> None:

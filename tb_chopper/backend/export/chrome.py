@@ -19,10 +19,9 @@ import numpy as np
 import pandas as pd
 
 from tb_chopper.backend import schema
-from tb_chopper.backend.alignment.telemetry import with_clocks
 from tb_chopper.backend.capture import Capture, Progress
 from tb_chopper.backend.errors import UnreadableFile
-from tb_chopper.backend.export import tracks
+from tb_chopper.backend.export import kernel_counters, tracks
 from tb_chopper.backend.export.output import open_atomic
 from tb_chopper.backend.export.redact import Redactor
 from tb_chopper.backend.findings import Finding
@@ -76,6 +75,7 @@ class Place(msgspec.Struct, omit_defaults=True):
     unattributed_us: float | None = None
     clock_mhz: float | None = None
     clock_source: str | None = None
+    counters: dict[str, float] | None = None
 
 
 def file_name(source: str) -> str:
@@ -94,8 +94,8 @@ def export(run: Run, capture: Capture, path: Path, *, redactor: Redactor | None 
     if KEY in capture.meta:
         raise UnreadableFile(f"{source} is an augmented trace already; export the trace that it was made from")
     place = run.workers.loc[run.workers["file"] == source.name, "capture"]
-    kernels = with_clocks(run.kernels[run.kernels["capture"].isin(place)], run.telemetry.samples)
-    rows = _Rows(kernels, _base_ns(capture))
+    kernels = run.clocked_kernels[run.clocked_kernels["capture"].isin(place)]
+    rows = _Rows(kernels, kernel_counters.of_kernels(run), _base_ns(capture))
     redact: Callable[[bytes], bytes] = redactor.json if redactor else _same
     metadata = redactor.metadata if redactor else _same
     never = None if isinstance(source, Url) else source
@@ -154,12 +154,13 @@ class _Rows:
     k-th event with a start is the k-th row with that start.
     """
 
-    def __init__(self, kernels: pd.DataFrame, base_ns: int) -> None:
+    def __init__(self, kernels: pd.DataFrame, counters: pd.DataFrame, base_ns: int) -> None:
         self.base_ns = base_ns
         self.pids: dict[str, bytes] = {}
         """Device label -> `pid` of its events, as written."""
         self.n_matched = 0
         self._kernels = kernels.sort_values("start_ns", kind="stable")
+        self._counters = counters
         self._start = self._kernels["start_ns"].to_numpy() - base_ns
         self._seen = np.zeros(len(kernels) + 1, np.int64)
 
@@ -171,7 +172,7 @@ class _Rows:
         starts, at = _starts(fields, events)
         out = list(events)
         row, found = self._row(starts)
-        places = _places(self._kernels.iloc[row[found]])
+        places = _places(self._kernels.iloc[row[found]], self._counters)
         for i, place, label in zip(at[found], places, self._kernels["device"].iloc[row[found]], strict=True):
             text = _with_place(fields[i], place)
             if text is not None:
@@ -210,7 +211,7 @@ def _with_place(fields: dict[str, msgspec.Raw], place: bytes) -> bytes | None:
     return msgspec.json.encode(fields)
 
 
-def _places(kernels: pd.DataFrame) -> list[bytes]:
+def _places(kernels: pd.DataFrame, counters: pd.DataFrame) -> list[bytes]:
     """Place of each row as JSON text."""
     columns: dict[str, list[Any]] = {
         name: _texts(kernels[name])
@@ -223,6 +224,10 @@ def _places(kernels: pd.DataFrame) -> list[bytes]:
     for name in ("prep", "call", "call_under_communication", "graph", "unattributed"):
         columns[f"{name}_us"] = (kernels[f"{name}_ns"] / 1000).tolist()
     columns["clock_mhz"] = [None if np.isnan(v) else round(v, 1) for v in kernels["clock_mhz"]]
+    if len(counters):
+        columns["counters"] = [
+            {str(k): v for k, v in row.items() if v == v} or None
+            for row in counters.reindex(kernels.index).to_dict("records")]
     names = list(columns)
     return [_ENCODER.encode(Place(**dict(zip(names, row, strict=True))))
             for row in zip(*columns.values(), strict=True)]

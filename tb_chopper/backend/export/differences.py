@@ -24,6 +24,11 @@ PARTS = {
     "graph_us": ("Graph replay", "Gaps inside a CUDA or HIP graph."),
     "unattributed_us": ("Unattributed gaps", "Gaps before kernels whose launch is unknown."),
 }
+FACTORS = {
+    "d_thr_us": "Theoretical duration, µs", "ovr_inst": "Instructions, ×", "ovr_util": "Utilization, ×",
+    "ovr_overlap": "Overlap, ×", "ovr_freq": "Frequency, ×", "d_act_us": "Actual duration, µs",
+}
+"""Of the overhead breakdown: theoretical × the four factors = actual, median over an operation's instances."""
 COLOR_OF = {"compute_us": "compute", "exposed_communication_us": "communication", "idle_us": "idle"}
 
 
@@ -39,6 +44,7 @@ def view(run: Run, other: Run) -> View:
     per_part = _compared(means[0], means[1], ["part"])
     per_gpu = _compared(by_gpu[0], by_gpu[1], ["part", "gpu"])
     operations = _compared(_operations(run, by_step), _operations(other, by_step), ["operation"])
+    factors = _factors(run, other)
     part = TableColumn("part", "Part", "text", "Part of the time of a GPU; the same definitions as in the other views.")
     return View(
         _headline(per_part, names, window), name="differences", title="Differences",
@@ -52,6 +58,7 @@ def view(run: Run, other: Run) -> View:
                 f"Per operation, kernel time in a {window} of a GPU",
                 (TableColumn("operation", "Operation", "text", "What the model's author would call it."),
                  *_columns(names)), operations),
+            **({"factors": _factor_table(factors, names)} if len(factors) else {}),
         },
         definitions=dict(PARTS.values()))
 
@@ -80,6 +87,30 @@ def _operations(run: Run, by_step: bool) -> pd.DataFrame:
     windows = len(kernels[["capture", "step"] if by_step else ["capture"]].drop_duplicates())
     us = (kernels["end_ns"] - kernels["start_ns"]).clip(lower=0).groupby(kernels["operation"].astype(str)).sum()
     return (us / 1000 / max(windows, 1)).rename_axis("operation").reset_index(name="us")
+
+
+def _factors(run: Run, other: Run) -> pd.DataFrame:
+    """operation, factor, value, value_other, ratio: operations whose breakdown both runs know, the longest first."""
+    tables = []
+    for r in (run, other):
+        table = r.overhead_breakdown(by="operation")
+        known = table[table["source"] != "unavailable"].sort_values("d_act_us", ascending=False, kind="stable")
+        named = known.assign(operation=known["operation"].astype(str))
+        tables.append(named.melt("operation", list(FACTORS), "factor", "value").dropna(subset="value"))
+    out = tables[0].merge(tables[1], on=["operation", "factor"], suffixes=("", "_other"))
+    out["ratio"] = out["value"] / out["value_other"].where(out["value_other"] != 0)
+    order = {operation: i for i, operation in enumerate(tables[0]["operation"].unique())}
+    out = out.sort_values("operation", key=lambda c: c.map(order), kind="stable", ignore_index=True)
+    return out.assign(factor=out["factor"].map(FACTORS))
+
+
+def _factor_table(factors: pd.DataFrame, names: tuple[str, str]) -> Table:
+    mine, other = (text.short(n, 24) for n in names)
+    return Table("Per operation and factor, from theoretical to actual duration", (
+        TableColumn("operation", "Operation", "text", "What the model's author would call it."),
+        TableColumn("factor", "Factor", "text", "Theoretical duration × the four factors = actual duration."),
+        TableColumn("value", mine, "", f"In {names[0]}."), TableColumn("value_other", other, "", f"In {names[1]}."),
+        TableColumn("ratio", "Ratio", "", f"{names[0]} / {names[1]}.")), factors)
 
 
 def _compared(mine: pd.DataFrame, other: pd.DataFrame, on: list[str]) -> pd.DataFrame:

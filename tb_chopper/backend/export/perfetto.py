@@ -1,4 +1,4 @@
-"""A run as a native Perfetto trace: all ranks in one file, on one clock (ns since the epoch).
+"""A run as a native Perfetto trace: all ranks in one file, on one clock (ns since the epoch, that of the first host).
 
     process (rank)  ▸ threads: operators, scopes, runtime calls
                     ▸ GPU ▸ counters, steps, phases, layers ▸ streams: kernels with their attribution
@@ -18,10 +18,9 @@ from typing import IO, TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import pandas as pd
 
-from tb_chopper.backend.alignment.telemetry import with_clocks
 from tb_chopper.backend.capture import Capture, Progress
 from tb_chopper.backend.errors import ChopperError, UnreadableFile
-from tb_chopper.backend.export import tracks
+from tb_chopper.backend.export import kernel_counters, tracks
 from tb_chopper.backend.export.output import open_atomic
 from tb_chopper.backend.export.redact import Redactor
 from tb_chopper.backend.export.slices import Edge, edges, lanes
@@ -64,18 +63,20 @@ def export(run: Run, path: Path, *, redactor: Redactor | None = None, progress: 
     """
     if not run.captures:
         raise UnreadableFile(run.findings[0].message if run.findings else f"{run.name}: nothing to export")
+    counters = kernel_counters.of_kernels(run)
     with open_atomic(path) as file:
         out = _Writer(file, redactor)
         for i, capture in enumerate(run.captures):
             if progress:
                 progress(i / len(run.captures), f"writing {capture.file.path.name}")
-            _capture(out, run, capture, i)
+            _capture(out, run, capture, i, counters)
         out.flush()
 
 
-def _capture(out: _Writer, run: Run, capture: Capture, i: int) -> None:
+def _capture(out: _Writer, run: Run, capture: Capture, i: int, counters: pd.DataFrame) -> None:
     trace = kineto.read(capture.file.path)
     workers = run.workers[run.workers["file"] == capture.file.path.name]
+    out.shift_ns = _shift_ns(run, workers)
     label = " · ".join(filter(None, (f"rank {capture.rank}" if capture.rank is not None else "", capture.file.worker,
                                      f"span {capture.file.span}" if capture.file.span else "")))
     process = out.process(_number(trace.threads["pid"]), label, i)
@@ -88,10 +89,10 @@ def _capture(out: _Writer, run: Run, capture: Capture, i: int) -> None:
         if not nested.all():
             out.slices(out.track(process.uuid, f"asynchronous, {name or thread.tid}"), "", _host(events[~nested], i))
     for worker in workers.itertuples():
-        kernels = run.kernels[(run.kernels["capture"] == worker.capture) & (run.kernels["activity"] != "cpu_op")]
+        kernels = run.clocked_kernels
+        kernels = kernels[(kernels["capture"] == worker.capture) & (kernels["activity"] != "cpu_op")]
         if not len(kernels):
             continue
-        kernels = with_clocks(kernels, run.telemetry.samples)
         name = "" if pd.isna(worker.gpu_name) else f" · {worker.gpu_name}"
         gpu = out.track(process.uuid, f"GPU {worker.gpu}{name}", rank=worker.gpu)
         for k, counter in enumerate(tracks.counters(kernels, run.hardware, run.telemetry.samples)):
@@ -100,7 +101,16 @@ def _capture(out: _Writer, run: Run, capture: Capture, i: int) -> None:
             out.slices(out.track(gpu, spans.kind, rank=100 + k), spans.kind, _spans(spans))
         for k, (stream, rows) in enumerate(kernels.groupby("stream")):
             name = f"stream {stream}"
-            out.slices(out.track(gpu, name, rank=200 + k), name, _kernels(rows, i))
+            out.slices(out.track(gpu, name, rank=200 + k), name, _kernels(rows, i, counters))
+
+
+def _shift_ns(run: Run, workers: pd.DataFrame) -> int:
+    """What brings a file's times onto the clock of the first host, as far as its collectives tell."""
+    gpus = set(workers["gpu"])
+    for clock in run.clock_offsets.itertuples():
+        if clock.known and gpus & set(clock.gpus):  # type: ignore[arg-type]
+            return -round(float(clock.offset_us) * 1000)  # type: ignore[arg-type]
+    return 0
 
 
 def _number(column: pd.Series) -> int:
@@ -126,7 +136,7 @@ def _spans(spans: tracks.Spans) -> Track:
                  np.zeros(len(spans.label), np.int64))
 
 
-def _kernels(rows: pd.DataFrame, capture: int) -> Track:
+def _kernels(rows: pd.DataFrame, capture: int, counters: pd.DataFrame) -> Track:
     start, end = rows["start_ns"].to_numpy(), rows["end_ns"].to_numpy()
     numbers = {name: rows[column].to_numpy() / 1000 for name, column in NUMBERS.items()}
     share = np.divide(rows["overlap_ns"], end - start, out=np.zeros(len(rows)), where=end > start)
@@ -135,6 +145,7 @@ def _kernels(rows: pd.DataFrame, capture: int) -> Track:
                 "correlation": rows["correlation"].astype("float64").where(rows["correlation"] >= 0).to_numpy()}
     # A gap that is not there is told by its absence.
     numbers = {n: np.where(v == 0, np.nan, v) if n in NUMBERS else v for n, v in numbers.items()}
+    numbers |= {str(name): values.to_numpy() for name, values in counters.reindex(rows.index).items()}
     texts = {name: _categorical(rows[name]) for name in TEXTS}
     return Track(_categorical(rows["name"]), start, end, texts, numbers,
                  np.where(rows["launch_ns"].notna(), _flows(rows["correlation"], capture), 0))
@@ -165,6 +176,7 @@ class _Writer:
         self._uuid = 0
         self._sequence = 0
         self._ids: set[int] = set()
+        self.shift_ns = 0
 
     def flush(self) -> None:
         if self._n:
@@ -259,7 +271,8 @@ class _Writer:
         packet.trusted_packet_sequence_id = sequence = 1 + self._sequence
         packet.sequence_flags = CLEARED
         for clock, incremental in ((TRACK_CLOCK, True), (BOOTTIME, False), (REALTIME, False)):
-            packet.clock_snapshot.clocks.add(clock_id=clock, timestamp=first_ns, is_incremental=incremental)
+            packet.clock_snapshot.clocks.add(
+                clock_id=clock, timestamp=first_ns + self.shift_ns, is_incremental=incremental)
         packet = self.packet()
         packet.trusted_packet_sequence_id = sequence
         packet.sequence_flags = NEEDED

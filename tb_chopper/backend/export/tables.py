@@ -37,9 +37,13 @@ TABLES: dict[str, tuple[schema.Table, Callable[[Run], pd.DataFrame]]] = {
     "telemetry": (schema.TELEMETRY, lambda run: run.telemetry.samples),
     "cpu": (schema.CPU, lambda run: run.telemetry.cpu),
     "cpu_cores": (schema.CPU_CORES, lambda run: run.telemetry.cores),
+    "counters": (schema.COUNTERS, lambda run: run.counters.counters),
+    "dispatches": (schema.COUNTERS, lambda run: run.counters.dispatches),
+    "agents": (schema.AGENTS, lambda run: run.counters.agents),
     "findings": (FINDINGS, lambda run: _findings(run.findings)),
 }
-"""Name -> columns and where the run has it. Tables without rows are not written."""
+"""Name -> columns and where the run has it. Tables without rows are not written. What a table holds beyond its columns
+(hardware counters by their own names) is written too."""
 
 
 def export(run: Run, directory: Path, form: Format, *, redactor: Redactor | None = None) -> list[Path]:
@@ -66,7 +70,9 @@ def export(run: Run, directory: Path, form: Format, *, redactor: Redactor | None
 
 def _arrow(frame: pd.DataFrame, columns: schema.Table, redactor: Redactor | None) -> pa.Table:
     arrays, fields = [], []
-    for column in columns:
+    known = {c.name for c in columns}
+    more = [schema.Column(str(c), "float64", "", "hardware counter") for c in frame if c not in known]
+    for column in (*columns, *more):
         values = frame[column.name]
         if redactor and column.dtype == "category":
             values = _redacted(values, redactor)

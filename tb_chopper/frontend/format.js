@@ -6,8 +6,9 @@ const SPACE = "\u2009"; // thin, between thousands
 const TIME = [["µs", 1], ["ms", 1e3], ["s", 1e6]];
 const BYTES = [["B", 1], ["KiB", 1024], ["MiB", 1024 ** 2], ["GiB", 1024 ** 3], ["TiB", 1024 ** 4]];
 const FLOPS = [["FLOP/s", 1], ["GFLOP/s", 1e9], ["TFLOP/s", 1e12]];
-const FIXED = { share: ["%", 0.01], mhz: ["MHz", 1], w: ["W", 1], j: ["J", 1], celsius: ["°C", 1], factor: ["×", 1], per_s: ["/s", 1] };
-const LADDERS = { us: TIME, bytes: BYTES, flop_per_s: FLOPS };
+const FIXED = { share: ["%", 0.01], mhz: ["MHz", 1], w: ["W", 1], celsius: ["°C", 1], factor: ["×", 1], per_s: ["/s", 1] };
+const JOULES = [["mJ", 1e-3], ["J", 1], ["kJ", 1e3]];
+const LADDERS = { us: TIME, bytes: BYTES, flop_per_s: FLOPS, j: JOULES };
 
 /** The unit for values up to `largest`, and what they are divided by: {label, divisor}. */
 export function scale(unit, largest) {
@@ -51,7 +52,7 @@ function fixed(value) {
 }
 
 /** A sentence whose numbers keep their units on the same line. */
-export const unbroken = (text) => text.replace(/(\d) (?=(%|µs|ms|s|×|MHz|W|J|°C)(\W|$))/g, "$1\u00a0");
+export const unbroken = (text) => text.replace(/(\d) (?=(%|µs|ms|s|×|MHz|W|J|mJ|kJ|°C)(\W|$))/g, "$1\u00a0");
 
 /** A single number with its unit, which suits `largest` where that is given. */
 export function quantity(value, unit, largest = Math.abs(value)) {

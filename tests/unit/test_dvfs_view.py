@@ -353,7 +353,8 @@ def test_the_log_around_the_capture_is_shown_when_asked_for_and_the_numbers_stay
                for name, v in (("short", short), ("whole", whole))}
     assert longest["short"] == pytest.approx(200, abs=1) and longest["whole"] == pytest.approx(2.0, abs=0.01)
     assert figure(short, "Core clock") == figure(whole, "Core clock") == pytest.approx(1500)
-    assert "captured" in whole.figures["timeline"].layout.meta["description"]
+    lines = [s for s in whole.figures["timeline"].layout.shapes if s.type == "line"]
+    assert [s.x0 for s in lines] == [pytest.approx(0.0, abs=1e-3), pytest.approx(0.2, abs=1e-3)]
 
 
 # ---- form ------------------------------------------------------------------------------------------------------------

@@ -184,7 +184,7 @@ def power_clock(sides: Sequence[Clocks]) -> go.Figure | None:
                 *compared_entry(sides, points=True)])
     for f, step, other in zip(rows, every, (False, True), strict=False):
         some = f.iloc[::step]
-        fig.add_trace(go.Scattergl(
+        fig.add_trace(go.Scatter(
             x=some["clock_mhz"].to_numpy(), y=some["power_w"].to_numpy(), mode="markers", showlegend=False,
             customdata=some["gpu"].to_numpy(np.int32), opacity=0.45,
             marker={"color": COLORS["power"], "size": 5, "symbol": "diamond-open" if other else "circle"},

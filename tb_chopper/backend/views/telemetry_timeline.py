@@ -10,6 +10,7 @@ import pandas as pd
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
+from tb_chopper.backend import intervals as iv
 from tb_chopper.backend.metrics import frequency
 from tb_chopper.backend.views import figures, text, time_axis
 from tb_chopper.backend.views.clocks import Clocks
@@ -69,6 +70,8 @@ def timeline(sides: Sequence[Clocks], around: bool) -> go.Figure:
         if throttled:
             _throttling(fig, side, time, len(pixels), col)
         _steps(fig, side, time, col, len(sides) > 1)
+        if around:
+            _edges(fig, side, time, col)
         fig.update_xaxes(title_text=f"time since the start of the {'log shown' if around else 'window'}, {time.unit}",
                          row=len(pixels), col=col)
         fig.update_xaxes(range=time.x(np.array([time.start_ns, time.end_ns])).tolist(), zeroline=False, col=col)
@@ -98,7 +101,7 @@ def _description(sides: Sequence[Clocks], around: bool) -> str:
         f"dotted: GPU {slow['gpu']}, the slowest. "
         if n > 1 and slow else ""
     )
-    log = "The shaded part was captured; the numbers of this tab are of it alone. " if around else ""
+    log = "Between the dashed lines: the selected time, of which alone the numbers of this tab are. " if around else ""
     return f"{many}{log}Long logs are drawn with the extremes of each column of pixels. Sampled."
 
 
@@ -197,28 +200,36 @@ def _reference(side: Clocks) -> int:
 
 
 def _steps(fig: go.Figure, side: Clocks, time: Axis, col: int, named: bool) -> None:
-    """Bands behind the steps of one GPU with their numbers, or behind the captured windows where there are too many."""
+    """Bands behind the steps of one GPU, with the numbers that there is room for."""
     own = side.steps[(side.steps["gpu"] == _reference(side)) & side.steps["gpu_start_ns"].notna()]
     own = own.sort_values("gpu_start_ns")
     axis = "x" if col == 1 else f"x{col}"
-    if not len(own) or len(own) > MAX_BANDS or time.end_ns - time.start_ns > 100 * _length(own):
-        windows = side.windows.groupby("start_ns", as_index=False)["end_ns"].max()
-        bands = [(a, b, "") for a, b in windows[["start_ns", "end_ns"]].to_numpy()[:MAX_BANDS]]
-        bands = bands if time.end_ns - time.start_ns > 1.5 * (side.windows["end_ns"].max() - time.start_ns) else []
-    else:
-        bands = [(int(r["gpu_start_ns"]), int(r["gpu_end_ns"]), f"step {r['step']}") for r in own.to_dict("records")]
-        every = -(-len(bands) // MAX_LABELS)
-        for a, b, label in bands[::every]:
+    bands: list[tuple[int, int]] = []
+    if len(own) <= MAX_BANDS:
+        bands = [(int(a), int(b)) for a, b in zip(own["gpu_start_ns"], own["gpu_end_ns"], strict=True)]
+        room = max(1.0, MAX_LABELS * _length(own) / (time.end_ns - time.start_ns)) if bands else 1.0
+        every = max(1, -(-len(bands) // int(room)))
+        labels = [f"step {s}" for s in own["step"]]
+        for (a, b), label in list(zip(bands, labels, strict=True))[::every]:
             fig.add_annotation(x=float(time.x(np.array([(a + b) // 2]))[0]), y=1.0, xref=axis, yref="paper", text=label,
                                showarrow=False, yanchor="bottom", yshift=2, font={"size": 11})
         bands = bands[1::2]
-    for a, b, _ in bands:
+    for a, b in bands:
         x0, x1 = time.x(np.array([a, b])).tolist()
         fig.add_shape(type="rect", x0=x0, x1=x1, y0=0, y1=1, xref=axis, yref="paper", line={"width": 0},
                       fillcolor="rgba(128,134,144,0.13)", layer="below")
     if named:
         fig.add_annotation(x=0, y=1.0, xref=f"{axis} domain", yref="paper", text=f"<b>{text.label(side.name, 60)}</b>",
                            showarrow=False, xanchor="left", yanchor="bottom", yshift=18)
+
+
+def _edges(fig: go.Figure, side: Clocks, time: Axis, col: int) -> None:
+    """Where the selected windows begin and end, those that touch as one."""
+    windows = iv.union(side.windows["start_ns"].to_numpy(), side.windows["end_ns"].to_numpy())
+    edges = np.concatenate((windows.starts[:MAX_BANDS], windows.ends[:MAX_BANDS]))
+    for x in time.x(edges).tolist():
+        fig.add_shape(type="line", x0=x, x1=x, y0=0, y1=1, xref="x" if col == 1 else f"x{col}", yref="paper",
+                      line={"color": COLORS["idle"], "width": 1.4, "dash": "dash"})
 
 
 def _length(steps: pd.DataFrame) -> int:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 Source = Literal["measured", "sampled", "estimated", "unavailable"]
 Unit = Literal["us", "share", "count", "factor", "per_s", "bytes", "mhz", "w", "j", "celsius", "flop_per_s", "text", ""]
-"""Units of the wire: the frontend scales `us`, `bytes` and `flop_per_s` and shows `share` (0 to 1) in percent."""
+"""Units of the wire: the frontend scales `us`, `bytes`, `j` and `flop_per_s` and shows `share` (0 to 1) in percent."""
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from typing import Any
 import pandas as pd
 
 from tb_chopper.backend import cache, schema
-from tb_chopper.backend.attribution import attribute
+from tb_chopper.backend.attribution import attribute, host_calls
 from tb_chopper.backend.errors import UnreadableFile
 from tb_chopper.backend.findings import Finding
 from tb_chopper.backend.logdir import File, TraceFile
@@ -35,6 +35,7 @@ class Capture:
     kernels: pd.DataFrame
     steps: pd.DataFrame
     memory: pd.DataFrame
+    calls: pd.DataFrame
     meta: dict[str, Any] = field(default_factory=dict)
     sidecar: dict[str, Any] = field(default_factory=dict)
     findings: list[Finding] = field(default_factory=list)
@@ -105,18 +106,20 @@ def load(file: TraceFile, communication: Sequence[str] = (), progress: Progress 
     cached = cache.load(Path(file.path), key) if is_local else None
     if cached is not None:
         frames, stored = cached
-        return Capture(file, frames["kernels"], frames["steps"], frames["memory"], stored["meta"], sidecar,
+        return Capture(file, frames["kernels"], frames["steps"], frames["memory"],
+                       frames["calls"], stored["meta"], sidecar,
                        findings + [Finding(**f) for f in stored["findings"]], stored["complete"])
     trace = kineto.read(file.path, progress)
     attributed = attribute(trace, sidecar, communication)
     codes, _ = pd.factorize(attributed.kernels["device"], sort=True)
     kernels = with_gaps(with_overlap(attributed.kernels.assign(capture=codes.astype("int64"))))
     found = [replace(f, file=file.path.name) for f in (*findings, *trace.findings, *attributed.findings)]
-    capture = Capture(file, schema.conform(kernels, schema.KERNELS), attributed.steps, trace.memory, trace.meta,
-                      sidecar, found, trace.complete)
+    capture = Capture(file, schema.conform(kernels, schema.KERNELS), attributed.steps, trace.memory,
+                      host_calls.find(trace.host, attributed.steps), trace.meta, sidecar, found, trace.complete)
     if is_local:
         cache.store(Path(file.path), key,
-                    {"kernels": capture.kernels, "steps": capture.steps, "memory": capture.memory},
+                    {"kernels": capture.kernels, "steps": capture.steps, "memory": capture.memory,
+                     "calls": capture.calls},
                     {"meta": capture.meta, "findings": [f.as_dict() for f in found[len(findings):]],
                      "complete": capture.complete})
     return capture

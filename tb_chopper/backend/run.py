@@ -29,6 +29,7 @@ from tb_chopper.backend.metrics import (
     efficiency,
     frequency,
     grouping,
+    host,
     launch,
     memory,
     overlap,
@@ -155,6 +156,12 @@ class Run:
     def memory_events(self) -> pd.DataFrame:
         """What the allocators did, from memory snapshots, else profile_memory; see metrics.memory.allocations."""
         return memory.allocations([*self._profiled_memory(), *self._snapshots[0]], self.steps)
+
+    @lazy
+    def calls(self) -> pd.DataFrame:
+        """What the hosts did that may keep their GPUs waiting; columns of schema.CALLS."""
+        gpu = self.workers.drop_duplicates("file").set_index("file")["gpu"]
+        return schema.concat([c.calls.assign(gpu=int(gpu[c.file.path.name])) for c in self.captures], schema.CALLS)
 
     @lazy
     def _snapshots(self) -> tuple[list[memory.Source], list[Finding]]:
@@ -301,6 +308,26 @@ class Run:
     def step_memory(self) -> pd.DataFrame:
         """Lowest and highest level of memory in each step; see metrics.memory.step_memory."""
         return memory.step_memory(self.memory_events)
+
+    def queue_length(self) -> pd.DataFrame:
+        """Launches waiting in each stream over time; see metrics.host.queue_length."""
+        return host.queue_length(self.kernels)
+
+    def queues(self) -> pd.DataFrame:
+        """How full each stream's queue was, by step; see metrics.host.queues."""
+        return host.queues(self.kernels, self.steps)
+
+    def launches(self, by: By = ("gpu", "step"), where: Where = None) -> pd.DataFrame:
+        """Number and size of kernels, the share of short ones; see metrics.host.launches."""
+        return host.launches(self.kernels, by, where)
+
+    def host_calls(self, by: By = ("gpu", "kind", "name"), where: Where = None) -> pd.DataFrame:
+        """Waits, allocations, loading, compilation and collection of garbage; see metrics.host.host_calls."""
+        return host.host_calls(self.calls, self.kernels, by, where)
+
+    def idle_causes(self, by: By = "gpu", where: Where = None) -> pd.DataFrame:
+        """What the host did while its GPU was idle; see metrics.host.idle_causes."""
+        return host.idle_causes(self.kernels, self.calls, by, where)
 
     @property
     def clock_offsets(self) -> pd.DataFrame:

@@ -19,7 +19,7 @@ from pandas.api.types import union_categoricals
 
 from tb_chopper.backend.findings import Finding
 
-VERSION = 1
+VERSION = 2
 """Raised whenever a table changes: caches of another version are not read."""
 
 MISSING = -1
@@ -39,7 +39,9 @@ HOST_KINDS = ("cpu_op", "annotation", "runtime", "module")
 module: an `nn.Module: X` frame of the Python tracer. Async communication annotations (nccl:, gloo:) have
 their own kind so that nobody nests them."""
 ASYNC = "async"
-ALL_HOST_KINDS = (*HOST_KINDS, ASYNC)
+GC = "gc"
+"""A run of Python's garbage collector; like async, it is no scope."""
+ALL_HOST_KINDS = (*HOST_KINDS, ASYNC, GC)
 
 HOST: Table = (
     Column("start_ns", "int64", "ns", "start"),
@@ -155,6 +157,20 @@ STEPS: Table = (
     Column("source", "category", "", "ProfilerStep, annotation, optimizer, dataloader, or sequence"),
     Column("device", "category", "", "as in KERNELS"),
 )
+
+CALL_KINDS = ("sync", "allocation", "loader", "compile", "recompile", "gc")
+
+CALLS: Table = (
+    Column("gpu", "int64", "", "as in KERNELS; of a file with several devices, the first"),
+    Column("kind", "category", "", f"one of {CALL_KINDS}"),
+    Column("name", "category", "", "runtime call or scope"),
+    Column("start_ns", "int64", "ns", "start"),
+    Column("end_ns", "int64", "ns", "end"),
+    Column("thread", "int64", "", "thread of the file, counted from 0"),
+    Column("step", "Int64", "", "training step by its start on the host, missing outside"),
+)
+"""What a host did that may keep its GPU waiting: waits for the device, driver allocations, data loading, compilation,
+garbage collection."""
 
 WORKERS: Table = (
     Column("capture", "int64", "", "row number: one per (file, device)"),

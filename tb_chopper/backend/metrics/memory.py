@@ -94,7 +94,7 @@ def memory(events: pd.DataFrame, kernels: pd.DataFrame, total_bytes: Mapping[int
     peak_bytes: largest allocated, at peak_ns; step, phase, layer, operation: of the next kernel that was launched then,
     for which the block was probably allocated. floor_bytes: lowest in any step, else of all; growth_bytes: floor of the
     last step − that of the first. reserved_bytes: largest; fragmentation: at the peak. total_bytes (by gpu, missing
-    where unknown); headroom_bytes = total − reserved; used_share = reserved / total. of_peers: peak / median of the peaks.
+    where unknown); headroom_bytes = total − reserved; used_share = reserved / total. of_peers: peak / median of peaks.
     """
     rows = [_of_gpu(int(gpu), own, kernels, (total_bytes or {}).get(int(gpu)))
             for gpu, own in events.groupby("gpu", sort=True)]

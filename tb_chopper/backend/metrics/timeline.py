@@ -152,7 +152,7 @@ def _measure_windows(rows: pd.DataFrame, windows: pd.DataFrame) -> pd.DataFrame:
     def measure(u: iv.Union) -> np.ndarray:
         return iv.covered(low, high, u)
 
-    gap = _gaps(rows)
+    gap = gaps(rows)
     out = windows.assign(
         total=high - low, compute=measure(comp), communication=measure(comm), memcpy=measure(copy),
         overlap=measure(iv.intersect(comp, comm)), exposed_communication=measure(iv.subtract(comm, comp)),
@@ -163,7 +163,7 @@ def _measure_windows(rows: pd.DataFrame, windows: pd.DataFrame) -> pd.DataFrame:
         idle_device=measure(iv.union(gap.start - gap.device, gap.start)))
 
 
-class _Gaps(NamedTuple):
+class Gaps(NamedTuple):
     """The idle time before each row, ns: [end, start) of which `host` comes first and `device` last."""
 
     end: np.ndarray
@@ -172,8 +172,8 @@ class _Gaps(NamedTuple):
     device: np.ndarray
 
 
-def _gaps(rows: pd.DataFrame) -> _Gaps:
-    """Idle time that each row of one capture ended; zero-length gaps where it ended none."""
+def gaps(rows: pd.DataFrame) -> Gaps:
+    """The idle time that each row of one capture ended; zero-length gaps where it ended none."""
     start, end = rows["start_ns"].to_numpy(), rows["end_ns"].to_numpy()
     order = np.argsort(start, kind="stable")
     reach = np.empty(len(start), np.int64)
@@ -184,7 +184,7 @@ def _gaps(rows: pd.DataFrame) -> _Gaps:
     began = np.clip(launch.fillna(0).to_numpy(np.int64), previous, start)
     host = np.where(known, began - previous, 0)
     device = np.where(known, start - began, 0)
-    return _Gaps(previous, start, host, device)
+    return Gaps(previous, start, host, device)
 
 
 def _work_rows(kernels: pd.DataFrame, by: list[str], where: Where) -> pd.DataFrame:
@@ -217,7 +217,7 @@ def _measure_work(rows: pd.DataFrame, chosen: pd.DataFrame, position: np.ndarray
         return grouping.sums(group, n, iv.covered(low, high, cover) if cover is not None else high - low)
 
     compute, communication, memcpy = lane(COMPUTE), lane(COMMUNICATION), lane(MEMCPY)
-    gap = _gaps(rows)
+    gap = gaps(rows)
     idle, host, device = (grouping.sums(codes, n, v[position]) for v in (gap.start - gap.end, gap.host, gap.device))
     out = groups.assign(
         compute=total(compute), communication=total(communication), memcpy=total(memcpy),

@@ -24,7 +24,7 @@ Number = int | float | str | bool | None
 Text = str | int | float | bool | None
 RAW = msgspec.Raw(b"")
 
-OP, ANNOTATION, RUNTIME, MODULE, ASYNC = range(5)
+OP, ANNOTATION, RUNTIME, MODULE, ASYNC, GC = range(6)
 """Codes of `schema.ALL_HOST_KINDS`."""
 KERNEL, MEMCPY, MEMSET = range(3)
 """Codes of `schema.ACTIVITIES`."""
@@ -39,6 +39,7 @@ DEVICE_CATEGORIES = {
     "kernel": KERNEL, "Kernel": KERNEL, "gpu_memcpy": MEMCPY, "Memcpy": MEMCPY, "gpu_memset": MEMSET, "Memset": MEMSET,
 }
 PYTHON_FUNCTION = "python_function"
+PYTHON_GC = "Python GC"
 # These scopes last from issue to completion, across whatever their thread does meanwhile.
 ASYNC_SCOPE = re.compile(r"(nccl|gloo|ucc|xccl|hccl|mpi):")
 
@@ -217,6 +218,9 @@ def _columns(events: list[Event]) -> Chunk:
                 if str(e.name).startswith("nn.Module:"):
                     host.append(e)
                     kinds.append(MODULE)
+                elif e.name == PYTHON_GC:
+                    host.append(e)
+                    kinds.append(GC)
                 else:
                     chunk.n_python_frames += 1
         elif ph == "i":

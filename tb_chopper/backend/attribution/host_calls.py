@@ -1,0 +1,61 @@
+"""The calls and scopes of a host that may keep its GPU waiting: a small table beside the kernels."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pandas as pd
+
+from tb_chopper.backend import schema
+
+RUNTIME: dict[str, re.Pattern[str]] = {
+    "sync": re.compile(r"^(cuda|hip|cu)(Device|Stream|Event|Ctx|Context)Synchronize"
+                       r"|^(cuda|hip|cu)Memcpy(?!\w*(Async|Peer))"),
+    "allocation": re.compile(r"^(cuda|hip)(Malloc|Free(?!Graph)|Host(Alloc|Malloc|Free|Register|Unregister))"
+                             r"|^cuMem(Alloc|Free|Create|Release|Map|Unmap|SetAccess|AddressReserve)"),
+}
+SCOPES: dict[str, re.Pattern[str]] = {
+    "loader": re.compile(r"^enumerate\(DataLoader\)|\bdata_?load|\bload_(batch|data)|\b(get|next)_batch",
+                         re.IGNORECASE),
+    "recompile": re.compile(r"^dynamo_data: compile_id=\d+/[1-9]"),
+    "compile": re.compile(r"^dynamo_data: compile_id=|^_compile(\.compile_inner)? \(dynamo_timed\)$"),
+}
+"""Patterns of names by kind of call, tried in this order. compile_id=F/K: the K-th time that code F is compiled."""
+
+
+def find(host: pd.DataFrame, steps: pd.DataFrame) -> pd.DataFrame:
+    """CALLS without gpu, in order of start, of a HOST table. steps: schema.STEPS of the file."""
+    kind = host["kind"].cat.codes.to_numpy()
+    runtime, annotation, collector = (schema.ALL_HOST_KINDS.index(k) for k in ("runtime", "annotation", schema.GC))
+    code = np.full(len(host), -1, np.int8)
+    code[kind == collector] = schema.CALL_KINDS.index("gc")
+    names = host["name"].cat.codes.to_numpy()
+    for of_kind, patterns in ((runtime, RUNTIME), (annotation, SCOPES)):
+        by_name = np.array([_first(patterns, name) for name in host["name"].cat.categories], np.int8)
+        rows = np.flatnonzero(kind == of_kind)
+        if len(rows):
+            code[rows] = by_name[names[rows]]
+    at = np.flatnonzero(code >= 0)
+    at = at[np.argsort(host["start_ns"].to_numpy()[at], kind="stable")]
+    chosen = host.iloc[at]
+    start = chosen["start_ns"].to_numpy()
+    return schema.conform(pd.DataFrame({
+        "kind": pd.Categorical.from_codes(code[at], list(schema.CALL_KINDS)),
+        "name": chosen["name"].cat.remove_unused_categories().array, "start_ns": start,
+        "end_ns": chosen["end_ns"].to_numpy(), "thread": chosen["thread"].to_numpy("int64"),
+        "step": _steps(start, steps), "gpu": 0}), schema.CALLS)
+
+
+def _first(patterns: dict[str, re.Pattern[str]], name: str) -> int:
+    return next((schema.CALL_KINDS.index(kind) for kind, pattern in patterns.items() if pattern.search(name)), -1)
+
+
+def _steps(time: np.ndarray, steps: pd.DataFrame) -> pd.Series:
+    """The step whose window on the host holds each time; the one that began last where several do."""
+    windows = steps.drop_duplicates("step").sort_values("start_ns")
+    if not len(windows):
+        return pd.Series(pd.NA, index=range(len(time)), dtype="Int64")
+    at = np.searchsorted(windows["start_ns"].to_numpy(), time, side="right") - 1
+    inside = (at >= 0) & (time < windows["end_ns"].to_numpy()[np.maximum(at, 0)])
+    return pd.Series(windows["step"].to_numpy()[np.maximum(at, 0)], dtype="Int64").mask(~inside)

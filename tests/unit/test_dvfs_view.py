@@ -274,10 +274,28 @@ def test_what_is_not_known_is_said(tmp_path, throttle, words):
 
 def test_a_log_without_clocks_still_shows_power(tmp_path):
     view = planted(tmp_path, lambda t: {"power_w": 600, "temperature_c": 55}).view("dvfs")
-    assert view.headline == "The telemetry holds no engine clock for this selection; a GPU drew 600 W on average."
+    assert view.headline == (
+        "The telemetry holds no engine clock for as much as half of the compute time; a GPU drew 600 W on average.")
     assert figure(view, "Power") == pytest.approx(600) and figure(view, "Core clock") is None
     assert figure(view, "Energy per step") == pytest.approx(60, rel=0.01)
     assert "lost" not in view.figures and "timeline" in view.figures
+
+
+def test_a_gpu_whose_log_ends_early_has_no_clock_and_the_others_keep_theirs(tmp_path):
+    """GPU 1 is sampled for 40 of 200 ms, at a clock that would make it the slowest."""
+    for gpu in range(2):
+        sampled_runs.gpu_trace(tmp_path, [(0, 100), (100, 200)], gpu, 2)
+    path = sampled_runs.log(tmp_path, 220, {0: lambda t: {"clock_mhz": 1680}, 1: lambda t: {"clock_mhz": 1000}})
+    end = sampled_runs.BOOT_NS + 40e6
+    kept = [line for line in path.read_text().splitlines(keepends=True) if not (
+        line.startswith("gpu,") and line.split(",")[3] == "1" and int(line.split(",")[1]) > end)]
+    path.write_text("".join(kept))
+    view = open_run(tmp_path).view("dvfs")
+    assert view.headline.startswith("GPU 0 ran at 1 680 of 2 100 MHz") and "–" not in view.headline
+    rows = view.tables["gpus"].rows.set_index("gpu")
+    assert np.isnan(rows.loc[1, "clock_mhz"]) and rows["note"].tolist() == ["", ""]
+    assert figure(view, "Core clock") == pytest.approx(1680) and figure(view, "Lost to the clock") is None
+    assert "Clock of GPU 1" in [m.what for m in view.missing]
 
 
 def test_a_peak_that_nobody_knows(tmp_path):

@@ -164,9 +164,10 @@ def _gpus(run: Run, selection: Selection, chosen: pd.DataFrame, compute: pd.Data
     energy_source, waiting_j, waiting_share, j_per_step, j_per_token, reason (the longest), reason_share."""
     where, samples = selection.where(), run.telemetry.samples
     watts = run.power("gpu", where).rename(columns={"time_us": "window_us", "source": "energy_source"})
-    lost = run.frequency("gpu", {**where, "kind": "compute"})[["gpu", "time_us", "lost_to_clock_us"]]
+    lost = run.frequency("gpu", {**where, "kind": "compute"})[["gpu", "clock_mhz", "time_us", "lost_to_clock_us"]]
+    known = compute["gpu"].isin(lost.loc[lost["clock_mhz"].notna(), "gpu"])
     lost = lost.rename(columns={"time_us": "compute_us", "lost_to_clock_us": "lost_us"})
-    spread = frequency.spread(compute, samples, windows).drop(columns="power_w")
+    spread = frequency.spread(compute[known], samples, windows).drop(columns=["clock_mhz", "power_w"])
     waiting = power.collective_energy(chosen, samples)[["gpu", "energy_j", "share"]]
     waiting = waiting.rename(columns={"energy_j": "waiting_j", "share": "waiting_share"})
     out = watts[["gpu", "window_us", "power_w", "energy_j", "energy_source"]]

@@ -80,7 +80,8 @@ def _headline(side: Cores, other: Cores | None) -> str:
     who = f"On {host['host']}, " if len(side.hosts) > 1 else ""
     enough = int(np.ceil(round(host["c_min"], 6)))
     would_do = f"where {enough} would do" if host["c_active"] > enough else "and as many are needed"
-    line = f"{who}{_count(host['c_active'])} logical CPUs were active {would_do} (C_min {host['c_min']:.2f}, medians)"
+    active = f"{_count(host['c_active'])} logical {'CPU was' if host['c_active'] == 1 else 'CPUs were'} active"
+    line = f"{who}{active} {would_do} (C_min {host['c_min']:.2f}, medians)"
     if pd.notna(host["active_physical_share"]):
         line += (
             f"; {_count(host['active_physical'])} of {int(host['physical'])} physical cores were awake "

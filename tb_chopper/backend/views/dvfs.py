@@ -93,7 +93,7 @@ def headline(sides: list[Clocks]) -> str:
     if slow is None:
         power = side.power_w
         drew = f"; a GPU drew {text.digits(power)} W on average" if power == power else ""
-        return f"The telemetry holds no engine clock for this selection{drew}."
+        return f"The telemetry holds no engine clock for as much as half of the compute time{drew}."
     clock = text.digits(slow["clock_mhz"])
     if slow["clock_share"] != slow["clock_share"]:
         first = f"GPU {slow['gpu']} ran at {clock} MHz; its peak clock is not known, and so neither is what that costs."
@@ -184,8 +184,12 @@ def _reason_note(reasons: pd.DataFrame) -> str:
 def _missing(side: Clocks, selection: Selection) -> tuple[Missing, ...]:
     out = []
     if side.slowest is None:
-        out.append(Missing("Engine clock", "The log holds no clock of these GPUs.",
+        out.append(Missing("Engine clock", "The log holds none, or covers less than half of the compute time.",
                            "tb-chopper sample --out log/my_run"))  # fmt: skip
+    elif side.gpus["clock_mhz"].isna().any():
+        dark = ", ".join(map(str, side.gpus.loc[side.gpus["clock_mhz"].isna(), "gpu"]))
+        out.append(Missing(f"Clock of GPU {dark}", "The log covers less than half of its compute time; sums over all "
+                           "GPUs are left out.", "tb-chopper sample --out log/my_run"))  # fmt: skip
     if not side.throttle["known_us"].sum() > 0:
         out.append(Missing("Throttle reasons", "The log does not say why the clock changed; the sampler writes it.",
                            "tb-chopper sample --out log/my_run"))  # fmt: skip

@@ -12,7 +12,7 @@ REMOTE = ["fsspec>=2023.1"]
 # torch is asked for by the demo and the tests alone: the plain install never touches the user's torch.
 DEMO = ["torch>=2.4", "psutil>=5.9"]
 TEST = [
-    *DEMO, *TORCH_PROFILER, *REMOTE, "viztracer>=1.1",
+    *DEMO, *TORCH_PROFILER, *REMOTE, *TRACE,
     "pytest>=8", "pytest-xdist>=3", "hypothesis>=6.100", "playwright>=1.50", "ruff>=0.9", "mypy>=1.14",
     "import-linter>=2.1",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -398,6 +399,15 @@ class Run:
     def clocked_kernels(self) -> pd.DataFrame:
         """`kernels` with clock_mhz, memory_clock_mhz, power_w and clock_source; see alignment.telemetry.with_clocks."""
         return with_clocks(self.kernels, self.telemetry.samples)
+
+    def with_hardware(self, override: Mapping[str, float]) -> Run:
+        """This run with other peaks (keys of hardware.OVERRIDES); what was read is shared."""
+        _ = self.clocked_kernels, self.counter_alignment
+        other = copy.copy(self)
+        other._override = {**(self._override or {}), **override}
+        for name in ("hardware", "f_peak_mhz"):
+            other.__dict__.pop(name, None)
+        return other
 
     def _capture_of(self, file: str) -> Capture:
         return next(c for c in self.captures if c.file.path.name == file)

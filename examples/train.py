@@ -15,7 +15,6 @@ import sys
 import time
 import warnings
 from collections.abc import Iterator
-from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
@@ -24,7 +23,7 @@ from llama import Block, Config, Llama
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile, schedule
 
-from torch_ext import annotate, chopper_trace_handler, telemetry  # chopper
+from torch_ext import annotate, chopper_trace_handler  # chopper
 
 
 def arguments() -> argparse.Namespace:
@@ -113,8 +112,7 @@ def train(args: argparse.Namespace) -> None:
         annotate(model)  # chopper
     dimension = {"fsdp2": "dp_shard", "fsdp1": "dp_shard", "ddp": "dp_replicate"}.get(args.parallel)
     gpu = [ProfilerActivity.CUDA] if device.type == "cuda" else []
-    sampler = telemetry(args.logdir) if args.telemetry else nullcontext()  # chopper
-    with sampler, profile(
+    with profile(
         activities=[ProfilerActivity.CPU, *gpu],
         schedule=schedule(wait=args.wait, warmup=args.warmup, active=args.active, repeat=args.repeat),
         on_trace_ready=chopper_trace_handler(  # chopper
@@ -123,6 +121,7 @@ def train(args: argparse.Namespace) -> None:
             tokens_per_step=args.batch * args.sequence,
             model_flops_per_step=config.flops_per_step(args.batch, args.sequence),
             parallel={dimension: world_size} if dimension else None,
+            telemetry=args.telemetry,
         ),
         record_shapes=True,
     ) as profiler:

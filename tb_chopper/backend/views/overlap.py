@@ -295,7 +295,7 @@ def _samples(each: pd.DataFrame, focus: str) -> go.Figure:
                         fill="toself",
                         mode="lines",
                         line={"width": 0},
-                        fillcolor=_rgba(COLORS[thing], opacity),
+                        fillcolor=figures.faded(COLORS[thing], opacity),
                         hoverinfo="skip",
                         showlegend=False,
                     ),
@@ -372,10 +372,6 @@ def _distribution(each: pd.DataFrame, focus: str) -> go.Figure:
         yaxis={"title": {"text": "share of instances"}, "tickformat": ".0%", "range": [0, 1.02]},
     )
     return fig
-
-
-def _rgba(color: str, opacity: float) -> str:
-    return f"rgba({int(color[1:3], 16)},{int(color[3:5], 16)},{int(color[5:7], 16)},{opacity})"
 
 
 # ---- tables ----------------------------------------------------------------------------------------------------------

@@ -146,6 +146,9 @@ TOGETHER = {
     "breakdown": ("theoretical", "instruction", "utilization", "overlap", "frequency"),
     "sensors": ("frequency", "memory_clock", "power", "temperature"),
     "energy": ("power", "communication"),
+    "collectives": ("waiting", "communication", "hidden_communication"),
+    "memory": ("allocated", "reserved"),
+    "host": ("dispatch", "device", "sync", "loader", "allocation", "compile", "gc", "unknown"),
     "cores": ("active_cores", "needed_cores", "siblings", "threads"),
 }
 

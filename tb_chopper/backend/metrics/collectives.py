@@ -48,7 +48,7 @@ def arrivals(kernels: pd.DataFrame, hosts: Mapping[int, str | None], groups: Gro
     """One row per communication activity, in order of collective and gpu, and how they were matched.
 
     instance, gpu, group, group_desc, group_size (−1: not told), seq, name (all_reduce, ...), bytes (NaN: not told),
-    step, phase, layer, operation, capture, span, kernel (its name), start_ns, end_ns (on the first host's clock),
+    step, phase, layer, operation, capture, span, worker, kernel (its name), start_ns, end_ns (on the first host's clock),
     n_ranks (gpus that have a row of it), wait_ns (0 for the last to arrive; NaN where no other gpu is known to take
     part), exposed_wait_ns (the part of it under which no computation ran), exposed_ns (the part of the row under which
     no computation ran), is_last.
@@ -62,6 +62,7 @@ def arrivals(kernels: pd.DataFrame, hosts: Mapping[int, str | None], groups: Gro
         "group_size": rows["group_size"], "seq": rows["group_seq"], "name": _names(rows),
         "step": rows["step"], "phase": rows["phase"].astype(object), "layer": rows["layer"].astype(object),
         "operation": rows["operation"].astype(object), "capture": rows["capture"], "span": rows["span"],
+        "worker": rows["worker"].astype(object),
         "kernel": rows["name"].astype(object), "start_ns": rows["start_ns"], "end_ns": rows["end_ns"]})
     out["bytes"] = _bytes(rows, out["name"])
     matched = ranks.match(out, hosts, correct_clocks)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 class Entry(NamedTuple):
     """A tab: its name in URLs and in the API, its title, the question it answers, the granularities it offers, and
-    choices of its own by name, the default first."""
+    choices of its own by name, the default first (none: any text)."""
 
     name: str
     title: str
@@ -33,6 +33,8 @@ REGISTRY: dict[str, Entry] = {
             "Breakdown",
             "Why does an operation take longer than it could?",
             ("operation", "layer", "phase"),
+            {"bars": ("duration", "share"), "overlap_method": ("auto", "clock", "percentile", "regression"),
+             "hardware": ()},
         ),
         Entry(
             "overlap",
@@ -40,6 +42,13 @@ REGISTRY: dict[str, Entry] = {
             "How much communication is hidden behind compute?",
             ("operation", "layer", "phase", "step"),
         ),
+        Entry(
+            "collectives",
+            "Collectives",
+            "Who waits for whom, and how fast are the links?",
+            ("role", "group", "name", "step", "phase", "layer", "operation"),
+        ),
+        Entry("stragglers", "Stragglers", "Which GPU or step holds the others up, and why?"),
         Entry(
             "dvfs",
             "DVFS",
@@ -61,6 +70,13 @@ REGISTRY: dict[str, Entry] = {
             ("operation", "layer", "phase", "step", "gpu"),
             {"scope": ("across", "within")},
         ),
+        Entry(
+            "host",
+            "Host",
+            "What does the host do while the GPU is idle?",
+            ("operation", "layer", "phase", "step", "gpu"),
+        ),
+        Entry("memory", "Memory", "How close does each GPU come to its memory's limit, and when?"),
         Entry(
             "operations",
             "Operations",
@@ -88,7 +104,7 @@ def build(name: str, run: Run, **selection: Any) -> View:
         values = REGISTRY[name].options.get(option)
         if values is None:
             raise InvalidSelection(f"view {name!r} has no option {option!r}")
-        if value not in values:
+        if values and value not in values:
             raise InvalidSelection(f"{option}={value!r}: one of {', '.join(values)}")
     for column in chosen.by:
         if column not in REGISTRY[name].by:
@@ -96,7 +112,11 @@ def build(name: str, run: Run, **selection: Any) -> View:
     module = importlib.import_module(f"{__name__}.{name}")
     view: View = module.view(run, chosen)
     return replace(
-        view, name=name, title=REGISTRY[name].title, findings=tuple(run.findings), banners=context.banners(run)
+        view,
+        name=name,
+        title=REGISTRY[name].title,
+        findings=(*run.findings, *view.findings),
+        banners=(*context.banners(run), *view.banners),
     )
 
 

@@ -1,0 +1,228 @@
+"""Host: what the CPU did while its GPU was idle, and how far ahead it launches."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pandas as pd
+import plotly.graph_objects as go
+
+from tb_chopper.backend.metrics import grouping
+from tb_chopper.backend.views import context, figures, text
+from tb_chopper.backend.views.palette import COLORS, LABELS
+from tb_chopper.backend.views.view import KeyFigure, Missing, Selection, Table, TableColumn, View
+
+if TYPE_CHECKING:
+    from tb_chopper.backend.run import Run
+
+DEFINITIONS = {
+    "dispatch": "Idle before the next launch call, while the host did none of the other things: Python and the "
+    "framework.",
+    "device": "Idle after the launch call: launched in time, started late.",
+    "sync": "The host waited for the device and launched nothing meanwhile: cudaDeviceSynchronize, .item(), blocking "
+    "copies.",
+    "loader": "The host waited for data: enumerate(DataLoader), load_batch.",
+    "allocation": "The host allocated or freed memory of the driver: cudaMalloc, hipFree, cuMemMap.",
+    "compile": "torch.compile compiled code for the first time.",
+    "recompile": "torch.compile compiled code again: a shape or a guard changed.",
+    "gc": "Python collected garbage.",
+    "unknown": "The launch call is not in the capture.",
+    "idle": "Time in which nothing runs on the GPU.",
+    "short": "Compute kernels below 10 µs: about as long to launch as to run.",
+    "queue": "Launches begun − kernels started, per stream: mean over the step's window on the GPU.",
+    "empty": "Share of the step's window in which nothing waits in the stream's queue: the host is behind.",
+    "call_idle": "The part of the calls under which the GPU had nothing to do.",
+}
+ORDER = ("dispatch", "device", "sync", "loader", "allocation", "compile", "recompile", "gc", "unknown")
+REMEDIES = {
+    "dispatch": "fewer and larger kernels (torch.compile, graphs) would help",
+    "device": "it was launched in time",
+    "sync": "fewer .item(), print and blocking copies would help",
+    "loader": "more loader workers and pinned memory would help",
+    "allocation": "the allocator frees and asks again: less fragmentation would help",
+    "compile": "code is still being compiled",
+    "recompile": "fixed or padded shapes would help",
+    "gc": "collecting between steps would help",
+    "unknown": "it was launched before the capture",
+}
+NO_LAUNCHES = Missing(
+    "Launch calls",
+    "Operators on the CPU start where they are called: nothing is launched. Record a run on a GPU.",
+    "torch.profiler.profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], ...)",
+)
+
+
+def view(run: Run, selection: Selection) -> View:
+    """Causes of idle time, host calls, short kernels and queues."""
+    if context.is_cpu_only(run):
+        return View("CPU operations are not launched, so no GPU waits for the host.", missing=(NO_LAUNCHES,))
+    where, by = selection.where(), list(selection.by or ("operation",))
+    by_gpu = run.idle_causes(by="gpu", where=where)
+    total = float(run.timeline(by="gpu", where=where)["total_us"].sum()) if len(run.kernels) else 0.0
+    if not len(by_gpu):
+        missing = (context.NO_KERNELS,) if context.nothing_to_show(run) else ()
+        return View("No GPU was idle in this selection.", missing=missing)
+    small = run.launches(by="gpu", where=where)
+    narrowed = {k: v for k, v in where.items() if k in ("gpu", "step")}
+    calls = run.host_calls(where=narrowed)
+    queues = grouping.select(run.queues(), narrowed)
+    return View(
+        _headline(by_gpu, total, small),
+        key_figures=_key_figures(by_gpu, total, small, queues),
+        figures={"by_gpu": _by_gpu(by_gpu), **({"queue": _queues(queues)} if len(queues) else {})},
+        tables={
+            "causes": _causes_table(run.idle_causes(by=by, where=where), by),
+            **({"calls": _calls_table(calls)} if len(calls) else {}),
+            "kernels": _kernels_table(run.launches(by=["gpu", "step"], where=where)),
+            **({"queues": _queues_table(queues)} if len(queues) else {}),
+        },
+        definitions={LABELS[c]: DEFINITIONS[c] for c in ORDER if (by_gpu["cause"] == c).any()},
+    )
+
+
+def _headline(by_gpu: pd.DataFrame, total: float, small: pd.DataFrame) -> str:
+    sums = by_gpu.groupby("cause")["idle_us"].sum()
+    idle, cause = float(sums.sum()), str(sums.idxmax())
+    share = text.share(idle / total) if total else text.DASH
+    line = (f"The GPU is idle {share} of the time; {text.share(sums[cause] / idle)} of that is "
+            f"{LABELS[cause].lower()}: {REMEDIES[cause]}.")
+    n = int(small["n"].sum())
+    short = int(small["n_short"].sum())
+    if n and short > n / 2:
+        line += f" {text.share(short / n)} of {text.count(n, 'kernel')} take less than 10 µs."
+    return line
+
+
+def _key_figures(by_gpu: pd.DataFrame, total: float, small: pd.DataFrame,
+                 queues: pd.DataFrame) -> tuple[KeyFigure, ...]:
+    sums = by_gpu.groupby("cause")["idle_us"].sum().sort_values(ascending=False)
+    n, time = int(small["n"].sum()), float(small["time_us"].sum())
+    busiest = queues.sort_values("n").drop_duplicates(["gpu", "step"], keep="last") if len(queues) else queues
+    return (
+        KeyFigure("Idle", float(sums.sum()), "us", DEFINITIONS["idle"], color=COLORS["idle"],
+                  note=f"{text.share(sums.sum() / total)} of the time" if total else ""),
+        *(KeyFigure(LABELS[c], float(v), "us", DEFINITIONS[c], color=COLORS[c],
+                    note=f"{text.share(v / sums.sum())} of idle") for c, v in sums.head(3).items()),
+        KeyFigure("Short kernels", small["n_short"].sum() / n if n else None, "share", DEFINITIONS["short"],
+                  note=f"{text.share((small['short_time_share'] * small['time_us']).sum() / time)} of kernel time"
+                  if time else ""),
+        KeyFigure("Queue empty", float(busiest["empty_share"].mean()) if len(busiest) else None, "share",
+                  DEFINITIONS["empty"] + " Of each step's busiest stream."),
+    )
+
+
+def _by_gpu(by_gpu: pd.DataFrame) -> go.Figure:
+    table = by_gpu.pivot(index="gpu", columns="cause", values="idle_us").fillna(0.0)
+    table = table.loc[table.sum(axis=1).nlargest(figures.MAX_ROWS).index].sort_index()
+    unit, divisor = text.time_unit(table.sum(axis=1).max())
+    present = [c for c in ORDER if c in table]
+    fig = figures.figure(
+        "Idle time by cause",
+        "What the host did while nothing ran on the GPU; every moment has one cause.",
+        height=figures.height_of(len(table)),
+        wide=True,
+        barmode="stack",
+        legend=[figures.entry(c, DEFINITIONS[c]) for c in present],
+    )
+    for cause in present:
+        fig.add_trace(figures.bars(
+            cause, range(len(table)), table[cause].tolist(), divisor,
+            hover=[f"<b>GPU {g}</b><br>{LABELS[cause]}: {text.duration(v)} of {text.duration(t)} idle<br>measured"
+                   for g, v, t in zip(table.index, table[cause], table.sum(axis=1), strict=True)],
+            links=[json.dumps({"gpu": int(g)}) for g in table.index]))
+    fig.update_layout(xaxis={"title": {"text": unit}}, yaxis=figures.rows_axis([f"GPU {g}" for g in table.index]))
+    return fig
+
+
+def _queues(queues: pd.DataFrame) -> go.Figure:
+    """Mean queue of each GPU's busiest stream, step by step."""
+    busiest = queues.sort_values("n", kind="stable").drop_duplicates(["gpu", "step"], keep="last")
+    fig = figures.figure(
+        "Launches waiting, step by step",
+        "Mean length of the queue of the busiest stream. Near 0: the GPU runs what it gets at once and then waits.",
+        height=300,
+        legend=[figures.entry("dispatch", DEFINITIONS["queue"], label="One line per GPU", line=True)],
+    )
+    for gpu, own in busiest.sort_values("step").groupby("gpu"):
+        fig.add_trace(go.Scatter(
+            x=own["step"].astype("int64"), y=own["mean_length"].astype(np.float64), mode="lines+markers",
+            showlegend=False, name=f"GPU {gpu}", line={"width": 1.4, "color": COLORS["dispatch"]},
+            hovertext=[f"<b>GPU {gpu}</b>, step {s}, stream {stream}<br>mean {m:.1f}, at most {h:,}<br>empty "
+                       f"{text.share(e)} of the step"
+                       for s, stream, m, h, e in zip(own["step"], own["stream"], own["mean_length"],
+                                                     own["max_length"], own["empty_share"], strict=True)],
+            hovertemplate="%{hovertext}<extra></extra>"))
+    fig.update_layout(xaxis={"title": {"text": "step"}, "rangemode": "normal"},
+                      yaxis={"title": {"text": "launches"}, "rangemode": "tozero"})
+    return fig
+
+
+def _causes_table(rows: pd.DataFrame, by: list[str]) -> Table:
+    groups = tuple(TableColumn(c, c.capitalize() if c != "gpu" else "GPU") for c in by)
+    named = rows.assign(cause=[LABELS[c] for c in rows["cause"]])
+    return Table(
+        "Idle time by " + " and ".join(by) + " and cause",
+        (*groups, TableColumn("cause", "Cause", "text"),
+         TableColumn("idle_us", "Idle", "us", "Idle time before kernels of the group.", bar=True),
+         TableColumn("n", "Gaps", "count", "Gaps with this cause.")),
+        named,
+        sort="idle_us",
+        link={"focus": "operation"} if "operation" in by else {},
+    )
+
+
+def _calls_table(rows: pd.DataFrame) -> Table:
+    return Table(
+        "What the host did",
+        (
+            TableColumn("gpu", "GPU"),
+            TableColumn("kind", "Kind", "text"),
+            TableColumn("name", "Call or scope", "text"),
+            TableColumn("n", "Count", "count", "Calls in the selection."),
+            TableColumn("time_us", "Time", "us", "Σ duration of the calls.", bar=True),
+            TableColumn("longest_us", "Longest", "us", "Longest call."),
+            TableColumn("idle_us", "GPU idle", "us", DEFINITIONS["call_idle"], bar=True),
+        ),
+        rows,
+        sort="idle_us",
+        link={"gpu": "gpu"},
+    )
+
+
+def _kernels_table(rows: pd.DataFrame) -> Table:
+    return Table(
+        "Number and size of kernels",
+        (
+            TableColumn("gpu", "GPU"),
+            TableColumn("step", "Step"),
+            TableColumn("n", "Kernels", "count", "Compute kernels.", bar=True),
+            TableColumn("n_calls", "Launch calls", "count", "Kernels of a graph share one."),
+            TableColumn("mean_us", "Mean", "us", "Mean duration."),
+            TableColumn("short_share", "Short", "share", DEFINITIONS["short"], bar=True),
+            TableColumn("short_time_share", "Their time", "share", "Share of the kernel time in short kernels."),
+            TableColumn("launch_us", "Launch overhead", "us", "Preparation + call, see the Launch tab."),
+        ),
+        rows,
+        sort="launch_us",
+        link={"step": "step"},
+    )
+
+
+def _queues_table(rows: pd.DataFrame) -> Table:
+    return Table(
+        "Queues",
+        (
+            TableColumn("gpu", "GPU"),
+            TableColumn("stream", "Stream"),
+            TableColumn("step", "Step"),
+            TableColumn("n", "Kernels", "count", "Kernels launched in the step into this stream."),
+            TableColumn("mean_length", "Mean waiting", "", DEFINITIONS["queue"]),
+            TableColumn("max_length", "Most waiting", "count", "Longest queue."),
+            TableColumn("empty_share", "Empty", "share", DEFINITIONS["empty"], bar=True),
+        ),
+        rows,
+        sort="n",
+        link={"step": "step"},
+    )

@@ -18,7 +18,7 @@ export function renderBar(bar, { runs, offers, entry }) {
       offers.steps.length ? field("steps", "Steps", stepRange(offers.steps, state.steps)) : null,
     ] : null,
     entry?.by.length ? field("by", "By", choice("by", entry.by, state.by, entry.by[0], true)) : null,
-    Object.entries(entry?.options ?? {}).map(([key, values]) => field(key, key[0].toUpperCase() + key.slice(1).replaceAll("_", " "), choice(key, values, state[key], values[0], true))),
+    Object.entries(entry?.options ?? {}).map(([key, values]) => field(key, key[0].toUpperCase() + key.slice(1).replaceAll("_", " "), values.length ? choice(key, values, state[key], values[0], true) : textBox(key, state[key]))),
     state.focus ? h("button", { type: "button", class: "chip", title: state.focus, onclick: () => model.set({ focus: null }), "aria-label": `Stop looking at ${state.focus}` },
       h("span", {}, state.focus), " ✕") : null,
   );
@@ -32,6 +32,8 @@ function field(id, label, control, hidden = false) {
 
 const NAMES = { gpu: "GPU", step: "Step", worker: "Worker", operation: "Operation", layer: "Layer", phase: "Phase", kernel: "Kernel", across: "Across steps", within: "Within steps", capture: "Capture", around: "Capture ± 5 s" };
 
+const HINTS = { hardware: "peak_tflops=1307,f_peak_mhz=2100" };
+
 // `empty`: what the choice is called that removes the key.
 function choice(key, values, value, empty, emptyIsFirst = false) {
   const options = emptyIsFirst ? values : [...(empty ? [""] : []), ...values];
@@ -41,6 +43,11 @@ function choice(key, values, value, empty, emptyIsFirst = false) {
     select.prepend(h("option", { value, selected: true }, `${value} (gone)`));
   }
   return select;
+}
+
+// An option without fixed values: applied on Enter or when left.
+function textBox(key, value) {
+  return h("input", { type: "text", id: `select-${key}`, class: "option-text", value: value ?? "", placeholder: HINTS[key] ?? "", spellcheck: "false", autocomplete: "off", title: HINTS[key] ?? "", onchange: (event) => model.set({ [key]: event.target.value.trim() || null }) });
 }
 
 function gpuMenu(gpus, value) {

@@ -41,7 +41,7 @@ _MOST_PAIRS = 400
 COLUMNS = ("n_instances", "flop_theoretical", "flop_performed", "d_thr_us", "ovr_inst", "ovr_util", "ovr_overlap",
            "ovr_freq", "d_peak_us", "d_act_us", "residual", "source", "matched_share", "overlap_method",
            "ovr_overlap_percentile", "ovr_overlap_regression", "ovr_overlap_low", "ovr_overlap_high",
-           "ovr_overlap_clock", "clock_share")
+           "ovr_overlap_clock", "clock_share", "total_us")
 
 
 def overhead_breakdown(kernels: pd.DataFrame, counters: pd.DataFrame, pairs: pd.DataFrame, gpus: Gpus,
@@ -49,10 +49,12 @@ def overhead_breakdown(kernels: pd.DataFrame, counters: pd.DataFrame, pairs: pd.
     """One row per group of `by` (of gpu, step, phase, layer, operation, op_type) with COLUMNS.
 
     `pairs`: of alignment.counters.align, may be empty. `kernels` may have clock_mhz, the sampled clock of each.
-    A row is one instance of the operation: medians over its instances; groups of several operations or phases are the
-    sums of theirs. `source`: measured (counters), estimated (padding by the tile in the kernel's name, utilization is
-    what is left; without a sampled clock ovr_freq is NaN and ovr_util holds both), unavailable (FLOPs or peak unknown).
-    `auto` takes the clock where it covers half of the operation's time, else the percentile method of the paper.
+    A row is one instance of the operation: medians over its instances. A group of several operations or phases is what
+    they take per GPU and step: the sum of their medians, each as often as it has instances there. `source`: measured
+    (counters), estimated (padding by the tile in the kernel's name, utilization is what is left; without a sampled
+    clock ovr_freq is NaN and ovr_util holds both), unavailable (FLOPs or peak unknown). `auto` takes the clock where
+    it covers half of the operation's time, else the percentile method of the paper. `total_us`: kernel time of all
+    instances.
     """
     if overlap_method not in METHODS:
         raise InvalidSelection(f"no overlap method {overlap_method!r}; there are {', '.join(METHODS)}")
@@ -68,7 +70,9 @@ def overhead_breakdown(kernels: pd.DataFrame, counters: pd.DataFrame, pairs: pd.
     rows = [_unit(each[codes == i], overlap_method) for i in range(len(units))]
     table = pd.concat([units, pd.DataFrame(rows, columns=list(_Unit._fields))], axis=1)
     group_codes, groups = grouping.number(table, by)
-    out = [_group(table[group_codes == i]) for i in range(len(groups))]
+    steps = each[["gpu", "capture", "step"]].assign(group=group_codes[codes]).drop_duplicates()
+    windows = steps.groupby("group").size()
+    out = [_group(table[group_codes == i], int(windows[i])) for i in range(len(groups))]
     result = pd.concat([groups, pd.DataFrame(out, columns=list(COLUMNS))], axis=1)
     return result.sort_values("d_act_us", ascending=False, kind="stable", ignore_index=True)
 
@@ -169,6 +173,7 @@ class _Unit(NamedTuple):
     clock: float
     clock_share: float
     has_clock: bool
+    total: float
 
 
 def _unit(each: pd.DataFrame, wanted: Method) -> _Unit:
@@ -200,7 +205,8 @@ def _unit(each: pd.DataFrame, wanted: Method) -> _Unit:
         util = peak = act / overlap / (f_peak / clock if usable else 1.0)
     source = UNAVAILABLE if not np.isfinite(thr) or not np.isfinite(f_peak) else MEASURED if measured else ESTIMATED
     return _Unit(len(each), flop, performed, thr, inst, util, peak, util * overlap, act, source, matched, method,
-                 percentile, regression, low, high, by_clock, clock_share, measured or usable)
+                 percentile, regression, low, high, by_clock, clock_share, measured or usable,
+                 float(each["act_ns"].sum()))
 
 
 def _median(values: pd.Series) -> float:
@@ -243,8 +249,13 @@ def regression_overlap(each: pd.DataFrame) -> tuple[float, float, float]:
 # ---- one group
 
 
-def _group(units: pd.DataFrame) -> tuple[object, ...]:
-    """A row of COLUMNS: the sums of the operations' times, and the ratios of the sums."""
+_TIMES = ["flop", "performed", "thr", "inst", "util", "contended", "peak", "act"]
+
+
+def _group(units: pd.DataFrame, windows: int) -> tuple[object, ...]:
+    """A row of COLUMNS: the sums of the operations' times, and the ratios of the sums. `windows`: GPUs and steps."""
+    if len(units) > 1:
+        units = units.assign(**{c: units[c] * units["n"] / windows for c in _TIMES})
     known = units[units["source"] != UNAVAILABLE]
     some = known if len(known) else units
     thr, inst, util, contended, peak, act = (
@@ -266,7 +277,7 @@ def _group(units: pd.DataFrame) -> tuple[object, ...]:
     return (int(units["n"].sum()), some["flop"].sum(), some["performed"].sum(), thr / 1000, *factors, peak / 1000,
             act / 1000, product / act - 1 if act > 0 else np.nan, source,
             float((units["matched_share"] * weight).sum()), methods[0] if len(methods) == 1 else "mixed", *alone,
-            float((units["clock_share"] * weight).sum()))
+            float((units["clock_share"] * weight).sum()), float(units["total"].sum()) / 1000)
 
 
 def _over(after: float, before: float) -> float:

@@ -147,7 +147,7 @@ class Missing:
 class View:
     """One tab. The first figure is the main one; a figure's title and description are in its layout.
 
-    A view's module fills all but name, title, findings and banners, which are the same for every tab of a run.
+    A view's module fills all but name and title; the findings and banners that every tab of a run has come first.
     """
 
     headline: str

@@ -125,5 +125,8 @@ def test_why_the_last_rank_is_last(shared):
         first = opened(shared / "traces" / name).stragglers().iloc[0]
         assert first["gpu"] == rank
         assert first["explained_by"] == "host"
+    megatron = opened(shared / "traces" / "megatron_tp8_a100").stragglers()
+    assert megatron["gpu"].tolist()[:2] == [0, 6]
+    assert megatron["explained_by"].tolist()[:2] == ["host", "host"]
     cost = opened(shared / "traces" / "torchrec4_v100").what_if().set_index("gpu")
     assert cost["gain_us"].iloc[-1] == pytest.approx(1e6, rel=0.03)

@@ -72,6 +72,12 @@ def test_element_sizes(dtype: str, size: float):
     assert collectives.element_bytes(dtype) == pytest.approx(size, nan_ok=True)
 
 
+def test_nobody_is_last_where_all_arrive_at_once():
+    row = collectives.instances(arrived([collective(0, 5, 10), collective(1, 5, 11)])).iloc[0]
+    assert row["skew_us"] == 0
+    assert pd.isna(row["last_rank"])
+
+
 def test_a_missing_rank_makes_the_bandwidth_a_lower_bound():
     rows = [{**r, "group_size": 4} for r in TWO]
     assert collectives.instances(arrived(rows))["source"].tolist() == ["lower bound"]

@@ -78,6 +78,7 @@ def test_stragglers(run: Run):
     assert view.tables["gpus"].rows["last_share"].tolist() == [1, 0, 0]
     assert view.tables["steps"].rows["outlier"].sum() == 0
     assert "Step" not in view.headline
+    assert "GPU 2" in view.headline
 
 
 def test_memory(run: Run):

@@ -204,6 +204,18 @@ def test_steps_that_differ_by_a_tenth_are_no_outliers():
     assert stragglers.outlier_steps(*in_steps([50, 50, 50, 100, 50, 50, 50]))["outlier"].tolist()[3]  # MAD is 0
 
 
+def test_few_steps_have_no_usual_time():
+    table = stragglers.outlier_steps(*in_steps([50, 250, 50, 50]))
+    assert table["z"].isna().all()
+    assert not table["outlier"].any()
+
+
+def test_a_run_of_one_step_is_compared_by_its_windows():
+    _, steps = run({0: [500], 1: [900]})
+    arrived = pd.DataFrame({"gpu": [0], "step": [0], "exposed_wait_ns": [100_000.0]})
+    assert stragglers.own_times(arrived, steps).to_numpy().tolist() == [[0, 0, 500, 100, 400], [1, 0, 900, 0, 900]]
+
+
 def test_no_steps():
     kernels, _ = run(THREE)
     assert len(stragglers.outlier_steps(kernels, schema.empty(schema.STEPS))) == 0

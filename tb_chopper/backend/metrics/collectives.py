@@ -48,10 +48,10 @@ def arrivals(kernels: pd.DataFrame, hosts: Mapping[int, str | None], groups: Gro
     """One row per communication activity, in order of collective and gpu, and how they were matched.
 
     instance, gpu, group, group_desc, group_size (−1: not told), seq, name (all_reduce, ...), bytes (NaN: not told),
-    step, phase, layer, operation, capture, span, worker, kernel (its name), start_ns, end_ns (on the first host's clock),
-    n_ranks (gpus that have a row of it), wait_ns (0 for the last to arrive; NaN where no other gpu is known to take
-    part), exposed_wait_ns (the part of it under which no computation ran), exposed_ns (the part of the row under which
-    no computation ran), is_last.
+    step, phase, layer, operation, capture, span, worker, kernel (its name), start_ns, end_ns (on the first host's
+    clock), n_ranks (gpus that have a row of it), wait_ns (0 for the last to arrive; NaN where no other gpu is known to
+    take part), exposed_wait_ns (the part of it under which no computation ran), exposed_ns (the part of the row under
+    which no computation ran), is_last.
 
     hosts: by gpu. Rows of one GPU count once per kernel; those of CPU profiles are the collectives themselves, not the
     operators that issue them.
@@ -76,7 +76,8 @@ def arrivals(kernels: pd.DataFrame, hosts: Mapping[int, str | None], groups: Gro
     first_last = out.sort_values("gpu", kind="stable")
     first_last = first_last[first_last["start_ns"] == last[first_last.index]].drop_duplicates("instance").index
     out = out.assign(n_ranks=n_ranks, wait_ns=wait, exposed_wait_ns=np.where(n_ranks > 1, exposed_wait, np.nan),
-                     exposed_ns=exposed, is_last=out.index.isin(first_last) & (n_ranks > 1))
+                     exposed_ns=exposed,
+                     is_last=out.index.isin(first_last) & (last > by_instance["start_ns"].transform("min")))
     return out.sort_values(["instance", "gpu"], kind="stable", ignore_index=True), matched
 
 
@@ -176,7 +177,8 @@ def instances(arrived: pd.DataFrame) -> pd.DataFrame:
 
     n_ranks: those that have a row of it; size: ranks of the group, where the trace tells. bytes: the largest message of
     its ranks. duration_us, wait_us, exposed_wait_us and exposed_us are sums over the ranks. skew_us, wait_us,
-    last_rank (a gpu; the first of those that arrive at the same time): missing where one rank alone is here.
+    last_rank (a gpu; the first of those that arrive at the same time): missing where one rank alone is here; last_rank
+    also where all arrive at once.
     transfer_us: missing where the last rank arrives after another has left (a broadcast's root need not wait).
     algbw_gbs, busbw_gbs in 10⁹ bytes/s. source: measured, or `lower bound` (of the bandwidths) where ranks of the group
     are missing, since a missing one may have come later.

@@ -17,8 +17,9 @@ from tb_chopper.backend.metrics.throughput import iterations
 from tb_chopper.backend.metrics.timeline import exclusive, timeline
 
 KEY = ["step", "phase", "layer", "operation"]
-OUTLIER_Z, OUTLIER_FACTOR = 3.5, 1.2
-"""a step is an outlier above both: robust z = 0.6745 (x − median) / MAD, and the factor on the median"""
+OUTLIER_Z, OUTLIER_FACTOR, OUTLIER_STEPS = 3.5, 1.2, 5
+"""a step is an outlier above both: robust z = 0.6745 (x − median) / MAD, and the factor on the median; fewer steps than
+that have no usual time"""
 UNEVEN = 0.05
 """GPUs within this share of the median count as equal"""
 HOT_C, POWER_FACTOR = 8.0, 1.1
@@ -65,9 +66,14 @@ def step_leads(led: pd.DataFrame, steps: pd.DataFrame) -> pd.DataFrame:
 # ---- what it costs ---------------------------------------------------------------------------------------------------
 
 def own_times(arrived: pd.DataFrame, steps: pd.DataFrame) -> pd.DataFrame:
-    """One row per gpu and complete step that has a next one: gpu, step, time_us (to the next step's first kernel),
-    wait_us (waiting in its collectives under which nothing was computed), own_us (the rest)."""
+    """One row per gpu and step: gpu, step, time_us (to the next step's first kernel), wait_us (waiting in its
+    collectives under which nothing was computed), own_us (the rest). Complete steps that have a next one; where there
+    is none, all steps, to the end of their own kernels."""
     times = iterations(steps)[["gpu", "step", "iteration_ns"]].drop_duplicates(["gpu", "step"])
+    if not len(times):
+        some = steps[steps["gpu_start_ns"].notna()].drop_duplicates(["gpu", "step"])
+        length = (some["gpu_end_ns"] - some["gpu_start_ns"]).astype("int64")
+        times = some[["gpu", "step"]].assign(iteration_ns=length)
     waits = arrived[arrived["step"].notna()].groupby(["gpu", "step"])["exposed_wait_ns"].sum().reset_index()
     out = times.merge(waits.astype({"step": "int64"}), on=["gpu", "step"], how="left").fillna({"exposed_wait_ns": 0})
     wait = np.minimum(out["exposed_wait_ns"], out["iteration_ns"]) / 1000
@@ -208,7 +214,7 @@ def outlier_steps(kernels: pd.DataFrame, steps: pd.DataFrame) -> pd.DataFrame:
     exposed_memcpy_delta_us, idle_delta_us, grew (the class with the largest), operation and operation_delta_us
     (outliers only: the operation whose kernels grew most, or before which most idle time came).
 
-    z is missing below three steps. A constant time (MAD 0) makes any step above the factor an outlier.
+    z is missing below five steps. A constant time (MAD 0) makes any step above the factor an outlier.
     """
     names = ["step", "time_us", "gpu", "z", "outlier", *(f"{c}_delta_us" for c in CLASSES), "grew", "operation",
              "operation_delta_us"]
@@ -220,7 +226,7 @@ def outlier_steps(kernels: pd.DataFrame, steps: pd.DataFrame) -> pd.DataFrame:
     median = float(np.median(x))
     spread = float(np.median(np.abs(x - median)))
     with np.errstate(divide="ignore", invalid="ignore"):
-        z = 0.6745 * (x - median) / spread if len(x) > 2 else np.full(len(x), np.nan)
+        z = 0.6745 * (x - median) / spread if len(x) >= OUTLIER_STEPS else np.full(len(x), np.nan)
     out = pd.DataFrame({"step": slowest["step"], "time_us": x, "gpu": slowest["gpu"], "z": z,
                         "outlier": (z > OUTLIER_Z) & (x > OUTLIER_FACTOR * median)}).reset_index(drop=True)
     deltas = _class_deltas(kernels, steps, out)

@@ -31,6 +31,8 @@ DEFINITIONS = {
     "outlier": "Robust z above 3.5 and 1.2 times the median: 0.6745 (x − median) / median distance from the median.",
     "exposed_wait": "Waiting in collectives that no computation hides.",
 }
+SMALL = 0.02
+"""share of a step that is not worth a headline"""
 WORDS = {
     "host": "its host keeps it idle", "load": "it has more to compute", "cooling": "it is hot and clocks lower",
     "contention": "communication runs beside its computation", "power": "it draws more power and clocks lower",
@@ -83,8 +85,14 @@ def _headline(rows: pd.DataFrame, cost: pd.DataFrame) -> str:
         together = text.count(int(last["n_collectives"]), "collective")
         return f"GPU {last['gpu']} arrives last in {last['n_last']} of {together}."
     step = float(cost["step_us"].iloc[0])
-    if not gain > 0.02 * step:
+    all_gain = float(cost["gain_us"].iloc[-1])
+    if not all_gain > SMALL * step:
         return "No GPU holds the others up by more than 2 % of a step."
+    if not gain > all_gain / 2:
+        slow = rows[rows["own_us"] > (1 + SMALL) * rows["own_us"].median()]
+        return (f"Several GPUs hold the others up together, none alone: as fast as the median, a step would be "
+                f"{text.duration(all_gain)} shorter ({text.share(all_gain / step)}). The slowest: "
+                f"{', '.join(f'GPU {g}' for g in slow.sort_values('own_us', ascending=False)['gpu'].head(4))}.")
     why = WORDS.get(worst["explained_by"], "")
     return (f"GPU {worst['gpu']} costs {text.duration(gain)} of each step of {text.duration(step)}"
             f"{': ' + why if why else ''}.")

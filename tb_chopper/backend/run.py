@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 
 from tb_chopper.backend import capture as captures
-from tb_chopper.backend import hardware, logdir, schema
+from tb_chopper.backend import counter_run, hardware, logdir, schema
 from tb_chopper.backend.alignment import counters as counter_alignment
 from tb_chopper.backend.alignment import ranks
 from tb_chopper.backend.alignment.counters import Alignment
@@ -136,9 +136,7 @@ class Run:
     @lazy
     def counters(self) -> CounterRun:
         """Hardware counters of the run's counters folder: seconds on first use; empty tables where there are none."""
-        if not self.files.counters or not isinstance(self.files.path, Path):
-            return counter_files.nothing()
-        return counter_files.read(self.files.path / logdir.COUNTERS)
+        return counter_run.load(self.files)
 
     @lazy
     def counter_alignment(self) -> Alignment:

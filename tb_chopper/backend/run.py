@@ -42,7 +42,7 @@ from tb_chopper.backend.metrics import (
     timeline,
 )
 from tb_chopper.backend.metrics.grouping import By, Where
-from tb_chopper.backend.readers import counter_files, memory_snapshot, telemetry_logs
+from tb_chopper.backend.readers import memory_snapshot, telemetry_logs
 from tb_chopper.backend.readers.counter_files import CounterRun
 from tb_chopper.backend.readers.log_times import TimeBase
 

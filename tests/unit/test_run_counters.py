@@ -38,6 +38,23 @@ def test_counters_are_read_when_asked_for_and_not_for_the_overview(directory, mo
     assert gemm["bound"] == "compute" and 0.2 < gemm["share_of_attainable"] < 1
 
 
+def test_the_second_open_reads_no_text_and_a_changed_file_is_read_again(directory, tmp_path, monkeypatch):
+    folder = shutil.copytree(directory, tmp_path / "run")
+    first = open_run(folder)
+    table = first.overhead_breakdown(["gpu", "operation", "phase"])
+    asked = []
+    real = counter_files.read
+    monkeypatch.setattr(counter_files, "read", lambda path: asked.append(path) or real(path))
+    second = open_run(folder)
+    pd.testing.assert_frame_equal(second.overhead_breakdown(["gpu", "operation", "phase"]), table)
+    pd.testing.assert_frame_equal(second.counters.counters, first.counters.counters)
+    assert not asked and second.counters.findings == first.counters.findings
+    path = next(folder.glob("counters/pass_2/*/r0_*_counter_collection.csv"))
+    path.write_text("\n".join(path.read_text().splitlines()[:-60]))
+    third = open_run(folder)
+    assert len(third.counters.counters) < len(first.counters.counters) and len(asked) == 1
+
+
 def test_a_run_without_counters_has_empty_tables(directory, tmp_path):
     folder = shutil.copytree(directory, tmp_path / "run", ignore=shutil.ignore_patterns("counters"))
     run = open_run(folder)

@@ -151,6 +151,9 @@ def test_few_counters_are_said_at_the_top(directories, tmp_path):
     view = open_run(folder).view("breakdown")
     assert any("of the compute time has counters" in b and "Cijk" in b for b in view.banners)
     assert "counters_partly_matched" in {f.code for f in view.findings}
+    told = open_run(folder).view("findings")
+    assert "counters_partly_matched" in set(told.tables["findings"].rows["code"])
+    assert "counters_partly_matched" in {f.code for f in told.findings} and "warning" in told.headline
     first = view.tables["coverage"].rows.iloc[0]
     assert first["name"].startswith("Cijk") and first["n_missing"] == first["n_kernels"]
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pandas as pd
 
-from tb_chopper.backend.findings import SEVERITIES, by_severity
+from tb_chopper.backend.findings import SEVERITIES, Finding, by_severity
 from tb_chopper.backend.schema import BEFORE_CAPTURE, UNATTRIBUTED
 from tb_chopper.backend.views import text
 from tb_chopper.backend.views.view import KeyFigure, Selection, Table, TableColumn, View
@@ -19,12 +19,13 @@ ATTRIBUTED = "Share of the device time whose operation is known."
 
 def view(run: Run, selection: Selection) -> View:
     """Findings by severity, the files read, and how device time got its operation."""
-    found = by_severity(run.findings)
+    found = by_severity([*run.findings, *run.counter_findings])
     coverage = _coverage(run.kernels)
     known = _known_share(run.kernels)
     return View(
-        _headline(run, known),
-        key_figures=_key_figures(run, known),
+        _headline(run, found, known),
+        key_figures=_key_figures(run, found, known),
+        findings=tuple(run.counter_findings),
         tables={
             "findings": Table(
                 "Findings as a table",
@@ -79,8 +80,8 @@ def view(run: Run, selection: Selection) -> View:
     )
 
 
-def _headline(run: Run, known: float | None) -> str:
-    counts = {s: sum(f.severity == s for f in run.findings) for s in SEVERITIES}
+def _headline(run: Run, found: list[Finding], known: float | None) -> str:
+    counts = {s: sum(f.severity == s for f in found) for s in SEVERITIES}
     n_files = run.workers["file"].nunique() if len(run.workers) else 0
     attributed = f"; {text.share(known)} of the GPU time belongs to a known operation" if known is not None else ""
     files = text.count(n_files, "file")
@@ -97,8 +98,8 @@ def _headline(run: Run, known: float | None) -> str:
     return f"{files} read without damage{attributed}."
 
 
-def _key_figures(run: Run, known: float | None) -> tuple[KeyFigure, ...]:
-    counts = {s: sum(f.severity == s for f in run.findings) for s in SEVERITIES}
+def _key_figures(run: Run, found: list[Finding], known: float | None) -> tuple[KeyFigure, ...]:
+    counts = {s: sum(f.severity == s for f in found) for s in SEVERITIES}
     steps = run.steps["step"].nunique()
     incomplete = int((~run.workers["complete"].astype(bool)).sum()) if len(run.workers) else 0
     return (

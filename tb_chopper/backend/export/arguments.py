@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
 from tb_chopper.backend.capture import Progress
 from tb_chopper.backend.errors import NotFound, UnreadableFile
 from tb_chopper.backend.export.redact import Redactor
+from tb_chopper.backend.hardware import OVERRIDES, parse_override
 from tb_chopper.backend.run import Run, open_run
 
 FORMATS = ("chrome", "perfetto", "parquet", "csv")
@@ -30,6 +32,8 @@ def add_report_arguments(parser: argparse.ArgumentParser) -> None:
         "file to write (default: report.html or report.md in the current directory)"))
     parser.add_argument("--format", choices=("html", "md"), help="default: by the name of OUT, else html")
     parser.add_argument("--compare", metavar="OTHER", help="another run, shown beside this one with the differences")
+    parser.add_argument("--hardware", metavar="KEY=NUMBER,...", default="", help=(
+        "peaks of GPUs that are not known or run at others: " + "; ".join(f"{k}, {v}" for k, v in OVERRIDES.items())))
     _add_redact(parser)
 
 
@@ -59,8 +63,9 @@ def report(arguments: argparse.Namespace, progress: Progress) -> Path:
     """Run `tb-chopper report` and return the file written."""
     from tb_chopper.backend.export import report as reports
 
-    run = _readable(arguments.path, progress)
-    other = _readable(arguments.compare, progress) if arguments.compare else None
+    told = parse_override(arguments.hardware)
+    run = _readable(arguments.path, progress, told)
+    other = _readable(arguments.compare, progress, told) if arguments.compare else None
     named = "md" if arguments.output and arguments.output.suffix.lower() == ".md" else "html"
     form = arguments.format or named
     path = _file(arguments.output, f"report.{form}")
@@ -84,8 +89,8 @@ def _chrome(run: Run, output: Path | None, redactor: Redactor | None, progress: 
     return targets
 
 
-def _readable(path: str, progress: Progress) -> Run:
-    run = open_run(path, progress=progress)
+def _readable(path: str, progress: Progress, hardware: Mapping[str, float] | None = None) -> Run:
+    run = open_run(path, hardware=hardware, progress=progress)
     if not run.captures:
         raise UnreadableFile(run.findings[0].message)
     return run

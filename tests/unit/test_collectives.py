@@ -177,7 +177,8 @@ def many(names_and_phases: list[tuple[str, str]], **columns: object) -> list[dic
 
 
 def test_role_by_pattern():
-    assert roles(many([("broadcast", "forward")] + [("allreduce", "backward")] * 4)) == [("data", "pattern")]
+    assert roles(many([("broadcast", "forward"), ("allreduce", "backward")] * 2)) == [("data", "pattern")]
+    assert roles(many([("broadcast", "forward")] * 3)) == [("unknown", "unknown")]
     assert roles(many([("allreduce", "forward"), ("allreduce", "backward")] * 3)) == [("tensor", "pattern")]
     assert roles(many([("allreduce", "forward")])) == [("unknown", "unknown")]  # a metric that is averaged
     assert roles(many([("allgather", "forward"), ("reduce_scatter", "backward")])) == [("shard", "pattern")]

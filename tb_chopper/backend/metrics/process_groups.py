@@ -82,7 +82,9 @@ def _of_callers(rows: pd.DataFrame) -> str | None:
 
 
 def _of_pattern(rows: pd.DataFrame) -> str | None:
-    """The role by which collectives it has in which phase, where these tell it."""
+    """The role by which collectives it has in which phase, where these tell it. Broadcasts and barriers stand beside
+    any of them."""
+    rows = rows[~rows["name"].isin(("broadcast", "barrier"))]
     names = rows["name"].value_counts()
     share = {name: int(n) / len(rows) for name, n in names.items()}
     known = rows[rows["step"].notna()]

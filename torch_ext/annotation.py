@@ -50,17 +50,19 @@ _open_scopes = _OpenScopes()
 class Annotation:
     """Removes the scopes again: `remove()`, or leave the `with` block."""
 
-    def __init__(self, model: nn.Module, handles: list[Any]) -> None:
+    def __init__(self, model: nn.Module, handles: list[Any], table: list[sidecar.Module]) -> None:
         self._model = weakref.ref(model)
         self._handles = handles
+        self._table = table
 
     def remove(self) -> None:
         for handle in self._handles:
             handle.remove()
         self._handles = []
         model = self._model()
-        if model is not None:
-            _tables.pop(model, None)
+        # The table of a later annotation stays.
+        if model is not None and _tables.get(model) is self._table:
+            del _tables[model]
 
     def __enter__(self) -> Annotation:
         return self
@@ -87,8 +89,8 @@ def annotate(model: nn.Module, name: str = "") -> Annotation:
         _tables.pop(module, None)
         _hooks[module] = _hook(module, sidecar.scope_name(fqn, classes[fqn]))
         handles += _hooks[module]
-    _tables[model] = module_table(model, name)
-    return Annotation(model, handles)
+    table = _tables[model] = module_table(model, name)
+    return Annotation(model, handles, table)
 
 
 def annotated_modules() -> list[sidecar.Module]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import re
@@ -61,8 +62,8 @@ def chopper_trace_handler(
         # Again at the end of a capture: by then the rank is known for sure.
         return lambda prof: counter_pass.write_identity(identity())
     facts: sidecar.Training = {
-        "tokens_per_step": tokens_per_step,
-        "model_flops_per_step": model_flops_per_step,
+        "tokens_per_step": _positive("tokens_per_step", tokens_per_step),
+        "model_flops_per_step": _positive("model_flops_per_step", model_flops_per_step),
         "parallel": dict(parallel or {}),
     }
     if telemetry:
@@ -75,7 +76,7 @@ def chopper_trace_handler(
         stop = clock_pair("stop")
         span_ns = time.time_ns()
         try:
-            worker = worker_name or default_worker_name()
+            worker = _NO_FILE_NAME.sub("_", worker_name or default_worker_name())
             folder = Path(dir_name)
             folder.mkdir(parents=True, exist_ok=True)
             trace = folder / f"{sidecar.stem(worker, span_ns)}.pt.trace.json{'.gz' if use_gzip else ''}"
@@ -111,6 +112,17 @@ def _write_trace(prof: Any, trace: Path, use_python_export: bool) -> list[str]:
             prof.export_chrome_trace(str(trace), use_python_export=True)
     _warn(note)
     return [note]
+
+
+_NO_FILE_NAME = re.compile(r"[/\\\x00-\x1f]")
+
+
+def _positive(name: str, value: Any) -> Any:
+    """The value, or None with a warning where no number of it can be made."""
+    if value is None or (isinstance(value, (int, float)) and 0 < value < math.inf):
+        return value
+    _warn(f"{name}={value!r} is no positive number and is left out")
+    return None
 
 
 def _warn(message: str) -> None:

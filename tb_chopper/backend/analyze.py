@@ -106,7 +106,7 @@ def _run_text(run: dict[str, Any]) -> str:
     findings = [f for w in workers for f in w["findings"]] + run["findings"]
     shown = {(f["severity"], f["message"]) for f in findings}
     lines += [f"  {severity}: {message}" for severity, message in sorted(shown)]
-    return "\n".join(lines)
+    return "\n".join(map(_printable, lines))
 
 
 def _label(worker: dict[str, Any]) -> str:
@@ -114,6 +114,11 @@ def _label(worker: dict[str, Any]) -> str:
     device = "CPU operations" if worker["device"] == "cpu" else worker["gpu_name"] or f"device {worker['device']}"
     damaged = any(f["severity"] == "error" for f in worker["findings"])
     return f"{rank}, {device}" + (" (incomplete)" if damaged else "")
+
+
+def _printable(name: str) -> str:
+    """A name that cannot move the cursor or start a line of its own on a terminal."""
+    return "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in name)
 
 
 def _table(header: list[str], rows: list[list[str]]) -> list[str]:

@@ -88,12 +88,12 @@ def _entry_name(path: Path, key: str) -> str | None:
         stat = Path(path).stat()
     except OSError:
         return None
-    state = f"{stat.st_size},{stat.st_mtime_ns},{schema.VERSION},{FORMAT}"
+    state = f"{stat.st_size},{stat.st_mtime_ns},{stat.st_ctime_ns},{schema.VERSION},{FORMAT}"
     return f"{path.name}.{_digest(state)}.{_digest(key)}"
 
 
 def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:12]
+    return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()[:12]
 
 
 def _folders(path: Path) -> list[Path]:
@@ -132,14 +132,19 @@ def _write(entry: Path, name: str, frame: pd.DataFrame) -> None:
             columns[str(column)] = pa.array(series, from_pandas=pd.api.types.is_extension_array_dtype(series.dtype))
     dtypes = {str(c): str(d) for c, d in frame.dtypes.items()}
     table = pa.table(columns).replace_schema_metadata({"dtypes": json.dumps(dtypes), "rows": str(len(frame))})
-    pq.write_table(table, entry / f"{name}.parquet", compression="lz4", use_dictionary=list(values))
+    # Opened here: pyarrow takes no path that is not UTF-8.
+    with (entry / f"{name}.parquet").open("wb") as file:
+        pq.write_table(table, file, compression="lz4", use_dictionary=list(values))
     texts = pa.table({"column": list(values), "values": list(values.values())})
-    pq.write_table(texts, entry / f"{name}.categories.parquet", compression="lz4")
+    with (entry / f"{name}.categories.parquet").open("wb") as file:
+        pq.write_table(texts, file, compression="lz4")
 
 
 def _read(entry: Path, name: str) -> pd.DataFrame:
-    table = pq.ParquetFile(entry / f"{name}.parquet").read()
-    categories = pq.ParquetFile(entry / f"{name}.categories.parquet").read().to_pydict()
+    with (entry / f"{name}.parquet").open("rb") as file:
+        table = pq.ParquetFile(file).read()
+    with (entry / f"{name}.categories.parquet").open("rb") as file:
+        categories = pq.ParquetFile(file).read().to_pydict()
     values = dict(zip(categories["column"], map(json.loads, categories["values"]), strict=True))
     dtypes = json.loads(table.schema.metadata[b"dtypes"])
     data = {column: _column(table.column(column), dtype, values.get(column)) for column, dtype in dtypes.items()}

@@ -6,10 +6,12 @@ Definitions: docs/metrics.md, "Device activities and their class".
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import numpy as np
 import pandas as pd
+
+from tb_chopper.backend.errors import InvalidSelection
 
 COMMUNICATION_PATTERNS: list[str] = [
     r"nccl", r"rccl", r"cross_device_reduce", r"multimem_", r"one_shot_all_reduce", r"two_shot_all_reduce",
@@ -35,12 +37,17 @@ GEMM, ATTENTION, VECTOR = 0, 1, 2
 """Codes of `schema.OP_TYPES`."""
 
 
-def _regex(patterns: Iterable[str]) -> re.Pattern[str]:
+def _regex(patterns: Sequence[str]) -> re.Pattern[str]:
+    for pattern in patterns:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise InvalidSelection(f"{pattern!r} is no regular expression: {error}") from None
     return re.compile("|".join(f"(?:{p})" for p in patterns), re.IGNORECASE)
 
 
 def kernel_kinds(names: pd.Series, activity: pd.Series, collective: pd.Series,
-                 extra_communication: Iterable[str] = ()) -> np.ndarray:
+                 extra_communication: Sequence[str] = ()) -> np.ndarray:
     """Code of `schema.KINDS` per device row.
 
     `names`, `activity` (kernel, memcpy, memset) and `collective` are categoricals of equal length. Patterns are

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,14 +12,14 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 
 from tb_chopper.backend import capture as captures
-from tb_chopper.backend import counter_run, hardware, logdir, schema
+from tb_chopper.backend import counter_run, hardware, logdir, schema, workers
 from tb_chopper.backend.alignment import counters as counter_alignment
 from tb_chopper.backend.alignment import ranks
 from tb_chopper.backend.alignment.counters import Alignment
 from tb_chopper.backend.alignment.telemetry import RunTelemetry, with_clocks
 from tb_chopper.backend.alignment.telemetry import join as join_telemetry
 from tb_chopper.backend.capture import Capture, Progress
-from tb_chopper.backend.errors import NotFound, UnreadableFile
+from tb_chopper.backend.errors import InvalidSelection, NotFound, UnreadableFile
 from tb_chopper.backend.findings import Finding, by_severity
 from tb_chopper.backend.hardware import Hardware
 from tb_chopper.backend.lazy import lazy
@@ -27,6 +28,7 @@ from tb_chopper.backend.metrics import (
     collectives,
     counter_ratios,
     cpu,
+    critical_path,
     efficiency,
     frequency,
     grouping,
@@ -51,6 +53,9 @@ if TYPE_CHECKING:
 
 Roles = Mapping[str, str] | None
 """Process group, by name or description, to what it is for."""
+
+
+LOG = logging.getLogger(__name__)
 
 
 def open_run(path: str | Path, *, communication: Sequence[str] = (), telemetry: Sequence[str | Path] = (),
@@ -100,9 +105,7 @@ class Run:
     @lazy
     def workers(self) -> pd.DataFrame:
         """One row per (file, device); columns of schema.WORKERS."""
-        rows = [row for c in self.captures for row in _worker_rows(c)]
-        workers = schema.conform(pd.DataFrame(rows, index=range(len(rows))), schema.WORKERS)
-        return workers.assign(capture=range(len(workers)), gpu=_gpus(workers))
+        return workers.table(self.captures)
 
     @lazy
     def kernels(self) -> pd.DataFrame:
@@ -194,7 +197,8 @@ class Run:
     def findings(self) -> list[Finding]:
         """What is to be known about the data of this run, the worst first."""
         captures, failed = self._load()
-        return by_severity([*failed, *(f for c in captures for f in c.findings), *_rank_findings(self.workers),
+        return by_severity([*failed, *(f for c in captures for f in c.findings), *workers.findings(self.workers),
+                            *overlap.findings(self.kernels),
                             *self._comparable[1], *collectives.findings(*self._arrived()),
                             *self._snapshots[1], *self.telemetry.findings])
 
@@ -275,9 +279,23 @@ class Run:
     @lazy
     def leads(self) -> pd.DataFrame:
         """How far each GPU is ahead of the last one, kernel by kernel; see metrics.stragglers.leads."""
-        offsets = {int(gpu): round(us * 1000) for gpus, us in
-                   zip(self.clock_offsets["gpus"], self.clock_offsets["offset_us"], strict=True) for gpu in gpus}
-        return stragglers.leads(self._comparable_kernels, offsets)
+        return stragglers.leads(self._comparable_kernels, self._offsets_ns())
+
+    def _offsets_ns(self) -> dict[int, int]:
+        """How far the clock of each gpu's host runs ahead of the first host's."""
+        clocks = self.clock_offsets
+        return {int(gpu): round(us * 1000) for gpus, us in zip(clocks["gpus"], clocks["offset_us"], strict=True)
+                for gpu in gpus}
+
+    @lazy
+    def critical_path(self) -> pd.DataFrame:
+        """What the end of each step waited for, back to its beginning; see metrics.critical_path.critical_path."""
+        return critical_path.critical_path(self._comparable_kernels, self._comparable_steps, self._arrived()[0],
+                                           self._offsets_ns())
+
+    def path_shares(self, by: By = "kind", where: Where = None) -> pd.DataFrame:
+        """The critical path by kind, gpu, operation, ...; see metrics.critical_path.path_shares."""
+        return critical_path.path_shares(self.critical_path, by, where)
 
     def step_leads(self) -> pd.DataFrame:
         """Lead summed per GPU and step, beside its time; see metrics.stragglers.step_leads."""
@@ -440,6 +458,13 @@ class Run:
                 good.append(captures.load(file, self._communication, self._share(i)))
             except UnreadableFile as error:
                 failed.append(Finding("unreadable_file", "error", str(error), file=file.path.name))
+            except InvalidSelection:
+                raise
+            except Exception as error:
+                # Whatever a file holds, it costs only itself. The log has what a developer needs.
+                LOG.exception("%s cannot be read", file.path)
+                failed.append(Finding("unreadable_file", "error", f"{file.path.name}: nothing of it is used: reading "
+                                      f"failed with {type(error).__name__}: {error}", file=file.path.name))
         return good, failed
 
     def _share(self, i: int) -> Progress | None:
@@ -449,83 +474,14 @@ class Run:
 
     def _numbered(self, frames: list[pd.DataFrame], table: schema.Table) -> pd.DataFrame:
         """The frames of all files as one, with the columns that only the whole run knows."""
-        workers, first, parts = self.workers, 0, []
+        first, parts = 0, []
         names = {c.name for c in table}
         for capture, frame in zip(self.captures, frames, strict=True):
             devices = capture.devices
             place = first + pd.Series(range(len(devices)), index=devices, dtype="int64")
             at = frame["device"].astype(object).map(place).to_numpy("int64")
-            own = workers.iloc[at]
+            own = self.workers.iloc[at]
             parts.append(frame.assign(**{
                 c: own[c].set_axis(frame.index) for c in ("capture", "gpu", "worker", "span") if c in names}))
             first += max(len(devices), 1)
         return schema.concat(parts, table)
-
-
-def _worker_rows(capture: Capture) -> list[dict[str, Any]]:
-    """WORKERS rows of one file, without gpu: one per device, or one without a device where it has no activity."""
-    common = {
-        "file": capture.file.path.name, "worker": capture.file.worker, "span": capture.file.span, "rank": capture.rank,
-        "world_size": capture.world_size, "host": capture.host, "complete": capture.complete}
-    rows = []
-    for device in capture.devices or [""]:
-        kernels = capture.kernels[capture.kernels["device"] == device]
-        rows.append({
-            **common, "device": device, "gpu_name": capture.gpu_name(device),
-            "n_kernels": int(kernels["activity"].isin(["kernel", "cpu_op"]).sum()),
-            "n_steps": int((capture.steps["device"] == device).sum()) if device else 0,
-            "start_ns": kernels["start_ns"].min() if len(kernels) else schema.MISSING,
-            "end_ns": kernels["end_ns"].max() if len(kernels) else schema.MISSING})
-    return rows
-
-
-def _gpus(workers: pd.DataFrame) -> list[int]:
-    """One number per (worker, device): the rank where it is known and unique, else the next free one.
-
-    Free numbers start above every rank of the job, so that nobody takes a stand-in for a missing rank.
-    """
-    identity = list(zip(workers["worker"], workers["device"], strict=True))
-    rank = dict(zip(identity, workers["rank"], strict=True))
-    free = max([0, *(int(r) + 1 for r in workers["rank"].dropna()), *(int(n) for n in workers["world_size"].dropna())])
-    number: dict[tuple[str, str], int] = {}
-    taken: set[int] = set()
-    for key in dict.fromkeys(identity):
-        own = rank[key]
-        if pd.isna(own) or int(own) in taken:
-            number[key], free = free, free + 1
-        else:
-            number[key] = int(own)
-            taken.add(int(own))
-    return [number[key] for key in identity]
-
-
-def _rank_findings(workers: pd.DataFrame) -> list[Finding]:
-    """Ranks that are missing from the run or stand in it more than once."""
-    known = workers[workers["rank"].notna()]
-    if not len(known):
-        return []
-    findings = []
-    processes = known.drop_duplicates(["worker"]).groupby("rank")["worker"].agg(list)
-    for rank, names in processes[processes.map(len) > 1].items():
-        findings.append(Finding("duplicate_rank", "warning",
-                                f"rank {rank} appears more than once: {', '.join(names)}; they are shown apart and "
-                                "no statistic over ranks mixes them", len(names)))
-    world = known["world_size"].max()
-    if not pd.isna(world):
-        missing = sorted(set(range(int(world))) - {int(r) for r in known["rank"]})
-        if missing:
-            findings.append(Finding("missing_rank", "warning",
-                                    f"rank {_ranges(missing)} of world size {int(world)} is missing from this run; "
-                                    "statistics over ranks use those that are here", len(missing)))
-    return findings
-
-
-def _ranges(numbers: Sequence[int]) -> str:
-    """1, 2, 3, 7 as "1-3, 7"."""
-    parts: list[list[int]] = []
-    for n in numbers:
-        if parts and n == parts[-1][1] + 1:
-            parts[-1][1] = n
-        else:
-            parts.append([n, n])
-    return ", ".join(f"{a}" if a == b else f"{a}-{b}" for a, b in parts)

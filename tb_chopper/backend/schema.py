@@ -268,8 +268,8 @@ class Trace:
 
 @dataclass
 class TelemetryLog:
-    """One log of clocks, power and CPU use as tables: what a telemetry reader yields. `name` is the file's; `times` says
-    where its times come from: monotonic (with clock pairs), epoch, local (a time zone was applied), anchored."""
+    """One log of clocks, power and CPU use as tables: what a telemetry reader yields. `name` is the file's; `times`
+    says where its times come from: monotonic (with clock pairs), epoch, local (a time zone was applied), anchored."""
 
     name: str
     samples: pd.DataFrame

@@ -22,7 +22,7 @@ def table(**columns: object) -> pd.DataFrame:
     """One row of overhead_breakdown: 100 µs of theory, factors 1.1, 2, 1.25 and 1.2, so 330 µs."""
     row = {"operation": "mm", "phase": "forward", "n_instances": 6, "d_thr_us": 100.0, "ovr_inst": 1.1, "ovr_util": 2.0,
            "ovr_overlap": 1.25, "ovr_freq": 1.2, "d_peak_us": 220.0, "d_act_us": 330.0, "total_us": 1980.0,
-           "source": "measured"}
+           "source": "measured", "overlap_method": "clock"}
     return pd.DataFrame([row | columns])
 
 
@@ -168,6 +168,18 @@ def test_the_bar_takes_peaks(runs):
     assert "faster than the peak allows" in slow.banners[1]
     with pytest.raises(InvalidSelection, match="no property of a GPU"):
         runs["fsdp2"].view("breakdown", hardware="speed=1")
+
+
+@pytest.mark.parametrize("by", ["operation", "layer", "phase"])
+def test_a_run_without_layers_steps_or_counters(tmp_path, by):
+    trace = TraceBuilder("rocm")
+    for i in range(3):
+        trace.op("aten::mm", 100 * i, 50, dims=[[512, 512], [512, 512]])
+        trace.launch("Cijk_gemm", 100 * i + 1, 100 * i + 20, 40)
+    run = open_run(trace.write(tmp_path / "w.pt.trace.json"))
+    view = run.view("breakdown", by=by, compare=run)
+    view.as_dict()
+    assert view.figures["stack"].data and set(view.tables["difference"].rows["act_us_more"]) == {0.0}
 
 
 def test_a_trace_without_shapes_keeps_its_durations(tmp_path):

@@ -59,6 +59,12 @@ def test_within_steps_the_first_kernel_has_no_overhead():
         overhead(by="operation", scope="step")
 
 
+def test_within_many_steps_over_a_long_time():
+    day = 86_400_000_000
+    rows = [dict(start=at, end=at + 10, launch=at - 4, step=s) for s in range(400) for at in (s * day, s * day + 20)]
+    assert launch_overhead(tables.kernels(rows), "step", scope="within")["launch_us"].tolist() == [10] * 400
+
+
 def test_gpus_do_not_see_each_other():
     rows = [dict(start=0, end=10, launch=0), dict(start=50, end=60, launch=40),
             dict(start=0, end=45, launch=0, gpu=1), dict(start=50, end=60, launch=40, gpu=1)]

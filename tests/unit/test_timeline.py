@@ -48,6 +48,23 @@ def test_step_windows_cut_what_runs_across_them():
     assert second["idle_us"] == 100
 
 
+def test_a_step_without_kernels_is_idle_not_missing():
+    s = tables.steps((0, 0, 100), (1, 0, 0), (2, 0, 0), (3, 300, 420), (4, 0, 0))
+    s.loc[[1, 2, 4], ["gpu_start_ns", "gpu_end_ns"]] = pd.NA
+    s["start_ns"] = [-50_000, 90_000, 150_000, 250_000, 500_000]
+    rows = [dict(start=0, end=100, step=0), dict(start=300, end=420, step=3)]
+    t = timeline(tables.kernels(rows), s, by="step")
+    assert t[["step", "total_us", "busy_us", "idle_us"]].values.tolist() == [
+        [0, 100, 100, 0], [1, 50, 0, 50], [2, 150, 0, 150], [3, 120, 120, 0], [4, 0, 0, 0]]
+
+
+def test_many_groups_over_a_long_time_stay_apart():
+    year = 3.2e13
+    rows = [dict(start=i * year / 40, end=i * year / 40 + 10, operation=f"op{i % 20}", step=i // 4) for i in range(40)]
+    t = timeline(tables.kernels(rows), tables.steps(), by=["step", "operation"])
+    assert t["busy_us"].tolist() == [10] * 40
+
+
 def test_a_group_of_work_keeps_its_own_share():
     t = timeline(tables.kernels(ROWS), tables.steps(), by="operation")
     assert row(t, operation="mlp")["overlap_us"] == 20

@@ -69,12 +69,13 @@ def attribute(trace: schema.Trace, sidecar: Mapping[str, Any] | None = None,
     for part, host_rows in parts:
         one = _attribute(part, modules, communication)
         results.append(replace(one, kernels=one.kernels.assign(op_id=take(host_rows, one.kernels["op_id"].to_numpy()))))
-    kernels = pd.concat([r.kernels for r in results]).sort_values("start_ns", kind="stable", ignore_index=True)
-    table = pd.concat([r.steps for r in results], ignore_index=True)
+    kernels = schema.concat([r.kernels for r in results], KERNELS).sort_values("start_ns", kind="stable",
+                                                                               ignore_index=True)
+    table = schema.concat([r.steps for r in results], schema.STEPS)
     findings = [f for r in results for f in r.findings]
     findings.append(Finding("several_processes", "warning", f"{len(parts)} processes in one file: each is attributed "
                             "by itself, with the devices that its launch calls explain best", len(parts)))
-    return Attributed(schema.conform(kernels, KERNELS), schema.conform(table, schema.STEPS), findings)
+    return Attributed(kernels, table, findings)
 
 
 def _attribute(trace: schema.Trace, modules: Sequence[str], communication: Sequence[str]) -> Attributed:
@@ -88,7 +89,8 @@ def _attribute(trace: schema.Trace, modules: Sequence[str], communication: Seque
     start, calls = host["start_ns"].to_numpy(), launches.calls(host)
     lost = steps.lost_work(windows, start[calls], start[launches.lost_calls(calls, device_rows.launch)])
     table = steps.table(windows, kernels, lost)
-    return Attributed(kernels, table, findings + step_findings + (steps.told(windows) if len(kernels) else []))
+    told = [*steps.told(windows), *steps.incomplete(table)] if len(kernels) else []
+    return Attributed(kernels, table, findings + step_findings + told)
 
 
 def _kernels(host: pd.DataFrame, found: Scopes, row: Rows, windows: Windows,

@@ -108,11 +108,11 @@ _LOST = 0.1
 
 
 def _profiler_steps(host: pd.DataFrame, scopes: Scopes) -> tuple[Windows, list[Finding]]:
-    return _named(host, scopes, re.compile(r"^ProfilerStep#(\d+)$"), "ProfilerStep")
+    return _named(host, scopes, re.compile(r"^ProfilerStep#(\d{1,18})$"), "ProfilerStep")
 
 
 def _step_scopes(host: pd.DataFrame, scopes: Scopes) -> tuple[Windows, list[Finding]]:
-    windows, findings = _named(host, scopes, re.compile(r"^Iteration_?(\d+)$"), "annotation")
+    windows, findings = _named(host, scopes, re.compile(r"^Iteration_?(\d{1,18})$"), "annotation")
     if len(windows):
         return windows, findings
     node = np.flatnonzero(scopes.role == Role.STEP)
@@ -210,7 +210,18 @@ def table(windows: Windows, kernels: pd.DataFrame, lost: Mask) -> pd.DataFrame:
     lost kernels."""
     frames = [_of_device(windows, rows, str(device), lost)
               for device, rows in kernels.groupby("device", observed=True, sort=True)]
-    return pd.concat(frames, ignore_index=True) if frames else schema.empty(schema.STEPS)
+    return schema.concat(frames, schema.STEPS)
+
+
+def incomplete(table: pd.DataFrame) -> list[Finding]:
+    """Steps that lie partly outside the capture or lost kernels: means over steps should leave them out."""
+    whole, cut = table[table["complete"] & (table["n_kernels"] > 0)], table[~table["complete"]]
+    if not len(whole) or not len(cut):
+        return []
+    usual, steps = int(whole["n_kernels"].median()), cut.drop_duplicates("step")
+    named = ", ".join(f"{s.step} ({s.n_kernels})" for s in steps.head(5).itertuples())
+    return [Finding("incomplete_step", "warning", f"possibly incomplete steps, with their kernels: {named}"
+                    f"{', ...' if len(steps) > 5 else ''}; the others have {usual}", len(steps))]
 
 
 def _of_device(windows: Windows, rows: pd.DataFrame, device: str, lost: Mask) -> pd.DataFrame:

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 import numpy as np
 import pandas as pd
 
-from tb_chopper.backend import flops
+from tb_chopper.backend import flops, schema
 from tb_chopper.backend.classify import COMPUTE
 from tb_chopper.backend.hardware import Hardware
 from tb_chopper.backend.metrics import grouping
@@ -25,6 +25,7 @@ from tb_chopper.backend.metrics.timeline import timeline
 Gpus = Mapping[int, Hardware | None]
 """What each `gpu` of KERNELS is; None or absent: not known."""
 
+_SHAPE = re.compile(r"(?<=^\[)\s*\d+\s*(,\s*\d+\s*)*(?=\]$)")
 _THREAD_GRIDS = "hipExtModuleLaunchKernel"
 _TF32 = re.compile("tf32|s1688gemm")
 
@@ -89,7 +90,8 @@ def blocks_per_unit(kernels: pd.DataFrame, gpus: Gpus) -> pd.Series:
 
 def _volume(shape: pd.Series) -> pd.Series:
     """`[4, 2, 1]` as 8."""
-    volumes = [float(np.prod([float(v) for v in str(s).strip("[]").split(",")])) for s in shape.cat.categories]
+    volumes = [np.prod([int(v) for v in m[0].split(",")], dtype=float) if (m := _SHAPE.search(str(s))) else np.nan
+               for s in shape.cat.categories]
     return pd.Series(np.array([*volumes, np.nan])[shape.cat.codes], shape.index)
 
 
@@ -97,7 +99,7 @@ def _measured(kernels: pd.DataFrame, gpus: Gpus) -> pd.DataFrame:
     """The rows with what adds up over them: times in µs, FLOPs, and seconds that they would take at the peak."""
     duration = (kernels["end_ns"] - kernels["start_ns"]) / 1000
     is_kernel = kernels["activity"] == "kernel"
-    compute = kernels["kind"].cat.codes == COMPUTE
+    compute = schema.codes(kernels["kind"], schema.KINDS) == COMPUTE
     share = blocks_per_unit(kernels, gpus).clip(upper=1).where(is_kernel)
     occupancy = (kernels["occupancy"] / 100).where(is_kernel)
     cost = flops.kernel_costs(kernels)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,13 +16,17 @@ Where = Mapping[str, Any] | None
 ALIASES = {"kernel": "name"}
 """`by="kernel"` groups by the kernel's name; the result's column is called kernel."""
 
+MAX_INT = 2**63 - 1
 WINDOW_COLUMNS = {"gpu", "worker", "span", "capture", "device", "step"}
 """Columns that cut time, not work: grouped by these alone, a group has a window and so an idle time."""
 
 
 def columns(by: By) -> list[str]:
     """`by` as a list of public column names, without repetition."""
-    return list(dict.fromkeys([by] if isinstance(by, str) else by))
+    names = [by] if isinstance(by, str) else by
+    if not isinstance(names, Sequence) or not all(isinstance(n, str) for n in names):
+        raise InvalidSelection(f"by is a column's name or a list of them, not {by!r}")
+    return list(dict.fromkeys(n for n in names if n != "name" or "kernel" not in names))
 
 
 def source(column: str, frame: pd.DataFrame) -> str:
@@ -36,19 +40,35 @@ def source(column: str, frame: pd.DataFrame) -> str:
 
 
 def select(frame: pd.DataFrame, where: Where) -> pd.DataFrame:
-    """The rows that match every filter: a value, a list of values, or None for missing."""
+    """The rows that match every filter: a value, several values (list, range, array, ...), or None for missing."""
     if not where:
         return frame
+    if not isinstance(where, Mapping):
+        raise InvalidSelection(f"where is a mapping of columns to values, not {where!r}")
     keep = np.ones(len(frame), bool)
     for column, wanted in where.items():
         values = frame[source(column, frame)]
         if wanted is None:
             keep &= values.isna().to_numpy()
-        elif isinstance(wanted, (list, tuple, set, frozenset, range, np.ndarray, pd.Index)):
-            keep &= values.isin(list(wanted)).to_numpy()
+        elif isinstance(wanted, range) and wanted.step == 1:
+            # Not spelled out: a range may be of any length.
+            keep &= ((values >= wanted.start) & (values < min(wanted.stop, MAX_INT))).fillna(False).to_numpy(bool)
         else:
-            keep &= (values == wanted).fillna(False).to_numpy(bool)
+            keep &= values.isin(_values(column, values, wanted)).to_numpy()
     return frame[keep]
+
+
+def _values(column: str, values: pd.Series, wanted: Any) -> list[Any]:
+    """What a filter asks for as a list. Text never equals a number: asking for it is a mistake, not an empty result."""
+    single = isinstance(wanted, (str, bytes)) or not isinstance(wanted, Iterable)
+    if isinstance(wanted, Mapping):
+        raise InvalidSelection(f"{column}: a value or a list of values, not {wanted!r}")
+    listed = [wanted] if single else list(wanted)
+    if pd.api.types.is_numeric_dtype(values.dtype) and not pd.api.types.is_bool_dtype(values.dtype):
+        for value in listed:
+            if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float, np.number))):
+                raise InvalidSelection(f"{column} holds numbers; {value!r} is none")
+    return listed
 
 
 def number(frame: pd.DataFrame, by: list[str]) -> tuple[np.ndarray, pd.DataFrame]:

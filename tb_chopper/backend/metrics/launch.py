@@ -67,9 +67,11 @@ def _gaps_of(rows: pd.DataFrame, communication: iv.Union, within_steps: bool) ->
     order = np.lexsort((end, start, group))
     s, e, g = start[order], end[order], group[order]
     first = np.concatenate(([True], g[1:] != g[:-1])) if len(g) else np.zeros(0, bool)
-    # One running maximum for all groups: each group's ends stand above those of the groups before it.
-    base = np.cumsum(first) * (int(e.max() - s.min()) + 1 if len(e) else 0)
-    reach = np.maximum.accumulate(e + base) - base
+    # One running maximum for all groups: each group's ends stand above those of the groups before it. Ends are counted,
+    # not measured, on the way: times of many groups side by side would leave int64.
+    times, place = np.unique(e, return_inverse=True)
+    base = np.cumsum(first) * len(times)
+    reach = times[np.maximum.accumulate(place + base) - base]
     previous = np.where(first, s, np.concatenate((s[:1], reach[:-1])))
     gap = np.maximum(s - previous, 0)
     launch = rows["launch_ns"].iloc[order]

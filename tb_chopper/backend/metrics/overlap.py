@@ -6,6 +6,7 @@ import numpy as np
 import pandas as pd
 
 from tb_chopper.backend import intervals as iv
+from tb_chopper.backend.findings import Finding
 from tb_chopper.backend.metrics import grouping
 from tb_chopper.backend.metrics.grouping import By, Where
 from tb_chopper.backend.metrics.timeline import lanes, union_by_group
@@ -104,6 +105,18 @@ def hidden_communication(kernels: pd.DataFrame, by: By = "gpu", where: Where = N
     share = np.divide(hidden, communication, out=np.full(len(groups), np.nan), where=communication > 0)
     return groups.assign(n=n, communication_us=communication / 1000, hidden_us=hidden / 1000,
                          exposed_us=(communication - hidden) / 1000, hidden_share=share)
+
+
+def findings(kernels: pd.DataFrame) -> list[Finding]:
+    """Which kernels were taken as communication: names change with libraries, and a wrong one moves every number."""
+    rows = kernels[(kernels["kind"] == "communication") & (kernels["activity"] == "kernel")]
+    names = rows["name"].value_counts()
+    names = names[names > 0]
+    if not len(names):
+        return []
+    shown = ", ".join(str(n)[:60] for n in names.index[:8])
+    return [Finding("communication_kernels", "info", f"{len(names)} kernel names were taken as communication: {shown}"
+                    f"{', ...' if len(names) > 8 else ''}", len(rows))]
 
 
 def _pearson(codes: np.ndarray, n: int, x: np.ndarray, y: np.ndarray) -> np.ndarray:

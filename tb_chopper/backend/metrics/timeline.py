@@ -116,14 +116,28 @@ def _exclusive_of(rows: pd.DataFrame, windows: pd.DataFrame) -> pd.DataFrame:
 def _windows(rows: pd.DataFrame, steps: pd.DataFrame, by_step: bool) -> pd.DataFrame:
     """The windows of one capture: capture, gpu, step, start_ns, end_ns (ns, int64)."""
     if by_step:
-        some = steps[steps["gpu_start_ns"].notna()]
-        return pd.DataFrame({
-            "capture": some["capture"], "gpu": some["gpu"], "step": some["step"].astype("Int64"),
-            "start_ns": some["gpu_start_ns"].astype("int64"), "end_ns": some["gpu_end_ns"].astype("int64")})
+        start, end = _step_windows(steps)
+        return steps[["capture", "gpu"]].assign(step=steps["step"].astype("Int64"), start_ns=start, end_ns=end)
     first = rows.iloc[0]
     return pd.DataFrame({
         "capture": [first["capture"]], "gpu": [first["gpu"]], "step": pd.array([pd.NA], dtype="Int64"),
         "start_ns": [rows["start_ns"].min()], "end_ns": [rows["end_ns"].max()]})
+
+
+def _step_windows(steps: pd.DataFrame) -> tuple[np.ndarray, np.ndarray]:
+    """Start and end of each step on the GPU, ns. A step without kernels has the time between the last kernel of the
+    steps before it and the first of those after it; several of them share it at the times of their beginning."""
+    first, last = steps["gpu_start_ns"], steps["gpu_end_ns"]
+    is_empty = first.isna().to_numpy()
+    if is_empty.all():
+        return steps["start_ns"].to_numpy(), steps["start_ns"].to_numpy()
+    low = last.ffill().fillna(first.bfill()).to_numpy(np.int64)
+    high = np.maximum(first.bfill().fillna(last.ffill()).to_numpy(np.int64), low)
+    follows = is_empty & np.concatenate(([False], is_empty[:-1]))
+    start = np.where(follows, np.clip(steps["start_ns"].to_numpy(), low, high), low)
+    end = np.where(np.concatenate((follows[1:], [False])), np.concatenate((start[1:], high[-1:])), high)
+    return (np.where(is_empty, start, first.fillna(0).to_numpy(np.int64)),
+            np.where(is_empty, end, last.fillna(0).to_numpy(np.int64)))
 
 
 def _window_rows(kernels: pd.DataFrame, steps: pd.DataFrame, by: list[str], where: Where) -> pd.DataFrame:
@@ -231,13 +245,11 @@ def _measure_work(rows: pd.DataFrame, chosen: pd.DataFrame, position: np.ndarray
 def union_by_group(start: np.ndarray, end: np.ndarray, group: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """The union of each group's intervals as (starts, ends, groups), all groups in one sweep.
 
-    Each group is moved to a stretch of time of its own, so that one union of all of them keeps them apart.
+    Each group is moved to a stretch of time of its own, so that one union of all of them keeps them apart. Times are
+    counted, not measured, on the way: times of many groups side by side would leave int64.
     """
-    if len(start) == 0:
-        return start, end, group
-    origin = start.min()
-    stride = end.max() - origin + 2
-    u = iv.union(start - origin + group * stride, end - origin + group * stride)
+    times = np.unique(np.concatenate((start, end)))
+    stride = len(times) + 1
+    u = iv.union(np.searchsorted(times, start) + group * stride, np.searchsorted(times, end) + group * stride)
     which = u.starts // stride
-    shift = origin - which * stride
-    return u.starts + shift, u.ends + shift, which
+    return times[u.starts - which * stride], times[u.ends - which * stride], which

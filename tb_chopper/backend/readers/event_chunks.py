@@ -76,7 +76,7 @@ def _head(text: bytearray, at_end: bool) -> Head | None:
 def _is_object(text: bytes) -> bool:
     try:
         return isinstance(msgspec.json.decode(text, type=dict[str, msgspec.Raw]), dict)
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):
         return False
 
 

@@ -162,7 +162,8 @@ class _Reading:
             findings.append(Finding("base_time_ignored", "info", (
                 "times are absolute although the file gives a base: the base is not added")))
         host, threads = self._host(base_ns), self._threads()
-        device = self._device(base_ns)
+        device, strays = kineto_checks.without_strays(self._device(base_ns))
+        findings += strays
         findings += kineto_checks.repair(device)
         findings += kineto_checks.check(host, device, self.meta)
         return Trace(
@@ -173,7 +174,7 @@ class _Reading:
         """The file's time base in ns, and whether it has one that must not be added."""
         try:
             base_ns = int(self.meta.get("baseTimeNanoseconds", 0))
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             base_ns = 0
         starts = [part for table in (self.host, self.device) for part in table.parts.get("start_ns", [])]
         n_absolute = sum(int((part >= ABSOLUTE_NS).sum()) for part in starts)

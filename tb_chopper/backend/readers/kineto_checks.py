@@ -16,9 +16,25 @@ MIN_OVERRUN_RATIO = 10.0
 """A kernel is taken to be corrupt when it runs at least 100 µs into its successor on the same stream, and ten
 times longer than the successor's start allows. Programmatic dependent launch overlaps by a few µs, legally."""
 
+DAY_NS = 86_400 * 10**9
+
 _LAUNCH = re.compile(r"Launch")
 _GRAPH_LAUNCH = re.compile(r"GraphLaunch")
 _NO_LAUNCH = re.compile(r"HostFunc|Callback")
+
+
+def without_strays(device: pd.DataFrame) -> tuple[pd.DataFrame, list[Finding]]:
+    """The activities of the capture, without those a day or more away from the middle one: no capture lasts that
+    long, and one time that was written wrongly would be all of it."""
+    if device.empty:
+        return device, []
+    start = device["start_ns"].to_numpy()
+    near = np.abs(start - np.int64(np.median(start))) < DAY_NS
+    n = int((~near).sum())
+    if not n:
+        return device, []
+    return device[near].reset_index(drop=True), [Finding("implausible_time", "warning", (
+        f"{n} device activities lie more than a day from the others: their times are wrong and they are left out"), n)]
 
 
 def repair(device: pd.DataFrame) -> list[Finding]:

@@ -93,7 +93,7 @@ def no_events(text: bytes, cut: str) -> str:
                 "(prof.export_chrome_trace)")
     try:
         keys = msgspec.json.decode(text)
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):
         is_object = text.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"{")
         return ("is truncated before its first event; export it again" if is_object
                 else "this is no JSON; a trace of torch.profiler is expected")

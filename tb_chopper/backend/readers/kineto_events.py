@@ -153,12 +153,12 @@ def decode(text: bytes, kind: type[Event]) -> Salvaged[Event]:
     body = b"".join((b"[", memoryview(text)[:-1] if text.endswith(b",") else text, b"]"))
     try:
         return Salvaged(msgspec.json.decode(body, type=list[kind]))  # type: ignore[valid-type]
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):
         pass
     try:
         elements = msgspec.json.decode(body, type=list[msgspec.Raw])
         events = [e for e in (_tolerant(bytes(raw), kind) for raw in elements) if e is not None]
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):
         return salvage(text, lambda element: _tolerant(element, kind))
     ignored = len(elements) - len(events)
     return Salvaged(events, [Damage("ignored_entries", 0, ignored)] if ignored else [])

@@ -88,7 +88,7 @@ class RawEvents:
                 keys, _ = top_level.of_tail(text[len(raw) - 2 :], is_list=False)
                 self.tail = b"," + msgspec.json.encode(keys)[1:-1] if keys else b""
             return list(_LIST.decode(raw))
-        except msgspec.DecodeError:
+        except (msgspec.DecodeError, RecursionError):
             return None
 
 
@@ -111,7 +111,7 @@ def _sound(text: bytes) -> list[Event] | None:
     body = b"".join((b"[", memoryview(text)[:-1] if text.endswith(b",") else text, b"]"))
     try:
         return list(_LIST.decode(body)) if _is_utf8(text) else None
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):
         return None
 
 

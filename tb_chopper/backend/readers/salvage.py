@@ -103,7 +103,7 @@ def _elements(text: bytes, decode: Callable[[bytes], T | None], at_end: bool) ->
             continue
         try:
             decoded = [decode(v) for v in values]
-        except msgspec.DecodeError:
+        except (msgspec.DecodeError, RecursionError):
             continue
         damage = [Damage(code, 0) for code in codes]
         if decoded.count(None):
@@ -122,7 +122,7 @@ def _before_break(text: bytes, decode: Callable[[bytes], T | None], at_end: bool
     values, stop = _values(text)
     try:
         events = [d for v in values if (d := decode(v)) is not None]
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):
         events, stop = [], 0
     end = _end_behind(text) if at_end else None
     if at_end and end is None:
@@ -159,7 +159,7 @@ def _end_behind(text: bytes) -> int | None:
         try:
             if rest.strip() != b"]":
                 msgspec.json.decode(b'{"":[' + rest, type=dict[str, msgspec.Raw])
-        except msgspec.DecodeError:
+        except (msgspec.DecodeError, RecursionError):
             continue
         return m.start(1)
     return None

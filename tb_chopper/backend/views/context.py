@@ -20,6 +20,9 @@ CPU_ONLY = (
 )
 
 
+NOTHING_MATCHES = "nothing in this run matches the selected GPUs, steps, worker and span"
+
+
 def is_cpu_only(run: Run) -> bool:
     """Whether CPU operators stand in for device work everywhere in the run."""
     return len(run.workers) > 0 and bool((run.workers["device"] == "cpu").all())
@@ -38,7 +41,7 @@ def kernels(run: Run, selection: Selection, steps: bool = True) -> pd.DataFrame:
         where.pop("step", None)
     chosen = grouping.select(run.kernels, where)
     if len(run.kernels) and not len(chosen):
-        raise InvalidSelection("nothing in this run matches the selected GPUs, steps, worker and span")
+        raise InvalidSelection(NOTHING_MATCHES)
     return chosen
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
+from tb_chopper.backend.errors import InvalidSelection
 from tb_chopper.backend.metrics import grouping
 from tb_chopper.backend.metrics.timeline import CATEGORIES, exclusive
 from tb_chopper.backend.schema import OP_TYPES, PHASES
@@ -100,6 +101,8 @@ class Split:
         times = exclusive(kernels, steps, by_step)
         if by_step and selection.steps is not None:
             times = times[times["step"].between(*selection.steps)]
+            if not len(times):
+                raise InvalidSelection(context.NOTHING_MATCHES)
         workers = run.workers.drop_duplicates("capture").set_index("capture")["worker"].astype(object)
         times = times.assign(worker=times["capture"].map(workers))
         return cls(times, by_step, run.name, context.is_cpu_only(run))

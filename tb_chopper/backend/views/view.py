@@ -58,6 +58,8 @@ class Selection:
         steps = (step, step) if isinstance(step, int) else tuple(step) if step is not None else None
         if steps is not None and (len(steps) != 2 or steps[0] > steps[1]):
             raise InvalidSelection(f"step {step!r}: give one step or (first, last)")
+        if steps is not None and max(map(abs, steps)) >= 2**62:
+            raise InvalidSelection(f"step {step!r}: no step has such a number")
         return cls(
             gpus=(gpu,) if isinstance(gpu, int) else tuple(gpu or ()),
             steps=steps,  # type: ignore[arg-type]  # length checked above
@@ -75,7 +77,7 @@ class Selection:
         if self.gpus:
             filters["gpu"] = list(self.gpus)
         if self.steps is not None:
-            filters["step"] = list(range(self.steps[0], self.steps[1] + 1))
+            filters["step"] = range(self.steps[0], self.steps[1] + 1)
         if self.worker is not None:
             filters["worker"] = self.worker
         if self.span is not None:
@@ -112,7 +114,8 @@ class Table:
     """Rows for people: a frame and what its columns mean.
 
     `sort` is a column name, the largest first; `link` maps a key of the selection (gpu, step, focus) to the column
-    whose value a click on a row selects.
+    whose value a click on a row selects; `at` is a column of `rows` with a kernel per row that the Trace tab can show
+    (see trace_link), or "".
     """
 
     title: str
@@ -121,6 +124,7 @@ class Table:
     sort: str = ""
     link: Mapping[str, str] = field(default_factory=dict)
     note: str = ""
+    at: str = ""
 
     def as_dict(self) -> dict[str, Any]:
         """Column-wise JSON; missing values and infinities are null."""
@@ -131,6 +135,7 @@ class Table:
             "sort": self.sort,
             "link": dict(self.link),
             "note": self.note,
+            "at": _plain(self.rows[self.at]) if self.at else [],
         }
 
 

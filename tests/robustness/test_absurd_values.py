@@ -46,7 +46,8 @@ def test_metadata(tmp_path, head):
 @pytest.mark.parametrize("base", ["Infinity", "1e999", '"soon"', "[]", "-5"])
 def test_base_time(tmp_path, base):
     path = good().write(tmp_path / "rank0.pt.trace.json")
-    path.write_text(path.read_text().replace(f'"baseTimeNanoseconds": {good().zero_ns}', f'"baseTimeNanoseconds": {base}'))
+    written = f'"baseTimeNanoseconds": {good().zero_ns}'
+    path.write_text(path.read_text().replace(written, f'"baseTimeNanoseconds": {base}'))
     assert tb_chopper.open_run(tmp_path).workers["n_kernels"].tolist() == [12]
 
 
@@ -166,7 +167,7 @@ def test_selections_of_any_kind_of_list(tmp_path):
     whole = run.timeline("step", {"step": [4]})
     for wanted in (4, (4,), range(4, 5), iter([4]), {4}, run.steps["step"].iloc[:1], 4.0):
         assert run.timeline("step", {"step": wanted}).equals(whole), wanted
-    assert run.timeline("step", {"step": range(0, 10**18)})["step"].tolist() == [4, 5]
+    assert run.timeline("step", {"step": range(10**18)})["step"].tolist() == [4, 5]
     assert run.timeline("kernel", {"layer": None})["kernel"].notna().all()
     with pytest.raises(InvalidSelection):
         run.view("launch", step=(0, 2**70))

@@ -41,7 +41,7 @@ def test_a_key_figure_that_is_no_number_is_null() -> None:
 @pytest.mark.parametrize(
     ("given", "where"),
     [
-        ({}, {}), ({"gpu": 0}, {"gpu": [0]}), ({"gpu": [2, 3]}, {"gpu": [2, 3]}), ({"step": 5}, {"step": [5]}),
+        ({}, {}), ({"gpu": 0}, {"gpu": [0]}), ({"gpu": [2, 3]}, {"gpu": [2, 3]}), ({"step": 5}, {"step": range(5, 6)}),
         ({"step": (5, 7)}, {"step": range(5, 8)}), ({"worker": "w", "span": 0}, {"worker": "w", "span": 0}),
     ],
 )  # fmt: skip

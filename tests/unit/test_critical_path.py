@@ -16,8 +16,8 @@ from tests.unit import tables
 EPOCH_US = 1_763_990_928_000_000
 
 
-def path(rows: list[dict], ahead_us: float = 0) -> pd.DataFrame:
-    """The path of step 0. Times are since the epoch, so that float64 could not hold them; GPU 1's clock is ahead."""
+def path(rows: list[dict], ahead_us: int = 0) -> pd.DataFrame:
+    """The path of step 0. Whole µs since the epoch, whose ns float64 could not hold; GPU 1's clock is ahead."""
     told = {"stream": 7, **dict.fromkeys(("group_size", "group_seq", "in_nelems", "out_nelems"), -1)}
     moved = []
     for row in rows:
@@ -27,9 +27,9 @@ def path(rows: list[dict], ahead_us: float = 0) -> pd.DataFrame:
     kernels = tables.kernels(moved)
     steps = pd.concat([tables.steps((0, 0, 1), gpu=g) for g in kernels["gpu"].unique()])
     arrived, _ = collectives.arrivals(kernels, {0: "a", 1: "a"})
-    ahead_ns = (arrived["gpu"] == 1) * round(ahead_us * 1000)
+    ahead_ns = (arrived["gpu"] == 1) * ahead_us * 1000
     arrived = arrived.assign(start_ns=arrived["start_ns"] - ahead_ns, end_ns=arrived["end_ns"] - ahead_ns)
-    return critical_path(kernels, steps, arrived, {1: round(ahead_us * 1000)})
+    return critical_path(kernels, steps, arrived, {1: ahead_us * 1000})
 
 
 def pieces(found: pd.DataFrame) -> list[tuple]:
@@ -57,7 +57,7 @@ def test_through_a_collective_to_the_rank_that_came_late():
     expected = [(1, "compute", 0, 180), (1, "host", 180, 185), (1, "launch", 185, 190), (0, "communication", 190, 250),
                 (0, "launch", 250, 255), (0, "compute", 255, 300)]
     assert pieces(path(rows)) == expected
-    assert pieces(path(rows, ahead_us=0.5)) == expected
+    assert pieces(path(rows, ahead_us=3)) == expected
 
 
 def test_work_under_another_stream_is_not_on_the_path():

@@ -11,7 +11,7 @@ import pandas as pd
 from tb_chopper.backend import hardware
 from tb_chopper.backend.alignment.counters import TRUSTED_SHARE
 from tb_chopper.backend.classify import COMPUTE
-from tb_chopper.backend.metrics.breakdown import ESTIMATED, MEASURED
+from tb_chopper.backend.metrics.breakdown import MEASURED
 from tb_chopper.backend.schema import BEFORE_CAPTURE
 from tb_chopper.backend.views import actual_durations, breakdown_figures, context, figures, text
 from tb_chopper.backend.views.breakdown_parts import COLUMNS, OVERHEADS, PARTS, grouped, other_methods, with_parts
@@ -70,8 +70,7 @@ def view(run: Run, selection: Selection) -> View:
     bars = selection.options.get("bars", "duration")
     names = (run.name, other.run.name if other else "")
     roof_by = [*shown, "op_type"] if "operation" in shown else ["operation", "phase", "op_type"]
-    charts = {"stack": breakdown_figures.stack(_with_factors(side, shown), shown, bars,
-                                               _with_factors(other, shown) if other else None, names)}
+    charts = {"stack": breakdown_figures.stack(side.rows, shown, bars, other.rows if other else None, names)}
     roof = breakdown_figures.roofline(run.roofline(roof_by, selection.where()), roof_by[:-1])
     if roof is not None:
         charts["roofline"] = roof
@@ -98,28 +97,6 @@ def _side(run: Run, selection: Selection, shown: list[str]) -> _Side:
         table = table[table["operation"] != BEFORE_CAPTURE].reset_index(drop=True)
     units = with_parts(table, windows)
     return _Side(run, units, grouped(units, shown))
-
-
-def _with_factors(side: _Side, shown: list[str]) -> pd.DataFrame:
-    """Rows for the figure: with the factors of the operation where a row is one, and where they come from."""
-    factors = ["ovr_inst", "ovr_util", "ovr_overlap", "ovr_freq", "d_thr_us", "d_act_us"]
-    if "operation" in shown:
-        return side.rows.merge(side.units[[*shown, *factors, "n_instances", "source", "overlap_method"]], on=shown)
-    return side.rows.merge(_sources(side.units, shown), on=shown, how="left").assign(**dict.fromkeys(factors, np.nan))
-
-
-def _sources(units: pd.DataFrame, by: list[str]) -> pd.DataFrame:
-    """n_instances, source and overlap_method of groups of operations."""
-    known = units[units["lost_us"].notna()]
-    return known.groupby(by, observed=True, dropna=False).agg(
-        n_instances=("n_instances", "sum"), source=("source", _common), overlap_method=("overlap_method", _common),
-    ).reset_index()
-
-
-def _common(values: pd.Series) -> str:
-    """The one value, or the weakest source, or `mixed`."""
-    distinct = set(values)
-    return distinct.pop() if len(distinct) == 1 else ESTIMATED if ESTIMATED in distinct else "mixed"
 
 
 # ---- words and numbers ----------------------------------------------------------------------------------------------

@@ -72,7 +72,7 @@ def _hover(label: str, thing: str, row: dict[str, Any], column: str, clockless: 
     if factors:
         lines += ["factors: " + " · ".join(factors),
                   f"one instance: theory {text.duration(row['d_thr_us'])}, actual {text.duration(row['d_act_us'])}"]
-    if row["n_instances"] == row["n_instances"]:
+    if row["n_instances"] > 0:
         lines.append(f"{int(row['n_instances']):,} instances; overlap by the {row['overlap_method']} method")
         lines.append(str(row["source"]))
     return "<br>".join(lines)

@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 
 from tb_chopper.backend.metrics import grouping
-from tb_chopper.backend.metrics.breakdown import UNAVAILABLE
+from tb_chopper.backend.metrics.breakdown import ESTIMATED, UNAVAILABLE
 
 
 class Part(NamedTuple):
@@ -51,6 +51,7 @@ REMEDIES = {
 """The usual ones, by what costs most."""
 
 
+FACTORS = ("ovr_inst", "ovr_util", "ovr_overlap", "ovr_freq", "d_thr_us", "d_act_us")
 COLUMNS = [*(p.column for p in PARTS), "act_us", "lost_us"]
 
 
@@ -80,14 +81,33 @@ def with_parts(table: pd.DataFrame, windows: int) -> pd.DataFrame:
 
 
 def grouped(units: pd.DataFrame, by: list[str]) -> pd.DataFrame:
-    """Rows of with_parts summed by `by`, with `dominant`, the thing that costs most, and `help` against it. What is
-    unavailable adds to unknown_us alone."""
+    """Rows of with_parts summed by `by`, with `dominant`, the thing that costs most, and `help` against it;
+    n_instances, source, overlap_method; and FACTORS where the group is one operation. What is unavailable adds to
+    unknown_us alone.
+    """
     known = units["lost_us"].notna()
     codes, groups = grouping.number(units, by)
-    sums = {c: np.bincount(codes, units[c].where(known, 0.0), len(groups)) for c in COLUMNS}
-    out = groups.assign(**sums, unknown_us=np.bincount(codes, units["act_us"].where(~known, 0.0), len(groups)))
+    n = len(groups)
+    sums = {c: np.bincount(codes, units[c].where(known, 0.0), n) for c in COLUMNS}
+    out = groups.assign(**sums, unknown_us=np.bincount(codes, units["act_us"].where(~known, 0.0), n),
+                        n_instances=np.bincount(codes, units["n_instances"], n).astype("int64"))
+    # Another run's groups are looked up by these: whatever they are, a missing one is None.
+    out = out.assign(**{c: out[c].astype(object).where(out[c].notna(), None) for c in by})
+    _, first = np.unique(codes, return_index=True)
+    alone = np.bincount(codes, minlength=n) == 1
+    for factor in FACTORS:
+        out[factor] = np.where(alone, units[factor].to_numpy(float)[first], np.nan)
+    for column in ("source", "overlap_method"):
+        told = units[column].where(known).groupby(codes).agg(lambda values: _common(set(values.dropna())))
+        out[column] = told.to_numpy()
     dominant = [_dominant(row) for row in out.to_dict("records")]
     return out.assign(dominant=dominant, help=[REMEDIES.get(thing, "") for thing in dominant])
+
+
+def _common(values: set[str]) -> str:
+    """The one value; else the weaker source, or `mixed`."""
+    return UNAVAILABLE if not values else values.pop() if len(values) == 1 else (
+        ESTIMATED if ESTIMATED in values else "mixed")
 
 
 def _dominant(row: dict[str, float]) -> str:

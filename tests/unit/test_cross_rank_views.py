@@ -94,6 +94,9 @@ def test_host(run: Run):
     view = run.view("host", by="gpu")
     causes = view.tables["causes"].rows.query("gpu == 2").set_index("cause")["idle_us"]
     assert causes["Data loading"] == 6 * 34  # from 225 to 259, when the launch began: the gap began at 220
+    path = view.tables["path"].rows
+    assert path["share"].sum() == pytest.approx(1)
+    assert path.groupby("gpu")["time_us"].sum().idxmax() == 2  # the late one
     assert view.tables["calls"].rows[["gpu", "kind", "n", "time_us"]].to_numpy().tolist() == [[2, "loader", 6, 210]]
 
 

@@ -33,6 +33,8 @@ DEFINITIONS = {
     "short": "Compute kernels below 10 µs: about as long to launch as to run.",
     "queue": "Launches begun − kernels started, per stream: mean over the step's window on the GPU.",
     "empty": "Share of the step's window in which nothing waits in the stream's queue: the host is behind.",
+    "path": "What the end of a step waited for, and what that waited for, back to its beginning, across streams and "
+    "ranks. Shortening anything else changes nothing.",
     "call_idle": "The part of the calls under which the GPU had nothing to do.",
 }
 ORDER = ("dispatch", "device", "sync", "loader", "allocation", "compile", "recompile", "gc", "unknown")
@@ -68,6 +70,7 @@ def view(run: Run, selection: Selection) -> View:
     narrowed = {k: v for k, v in where.items() if k in ("gpu", "step")}
     calls = run.host_calls(where=narrowed)
     queues = grouping.select(run.queues(), narrowed)
+    path = run.path_shares(by=["gpu", "kind"], where={k: v for k, v in narrowed.items() if k == "step"})
     return View(
         _headline(by_gpu, total, small),
         key_figures=_key_figures(by_gpu, total, small, queues),
@@ -75,6 +78,7 @@ def view(run: Run, selection: Selection) -> View:
         tables={
             "causes": _causes_table(run.idle_causes(by=by, where=where), by),
             **({"calls": _calls_table(calls)} if len(calls) else {}),
+            **({"path": _path_table(path)} if len(path) else {}),
             "kernels": _kernels_table(run.launches(by=["gpu", "step"], where=where)),
             **({"queues": _queues_table(queues)} if len(queues) else {}),
         },
@@ -188,6 +192,27 @@ def _calls_table(rows: pd.DataFrame) -> Table:
         rows,
         sort="idle_us",
         link={"gpu": "gpu"},
+    )
+
+
+PATH_KINDS = {"communication": "Transfer", "memcpy": "Copies", "launch": "Launch", "host": "Host"}
+
+
+def _path_table(rows: pd.DataFrame) -> Table:
+    return Table(
+        "Critical path",
+        (
+            TableColumn("gpu", "GPU"),
+            TableColumn("kind", "What", "text", "Compute, transfer of collectives and copies run; launch: from the "
+                        "launch call to the kernel's start; host: nothing was launched."),
+            TableColumn("time_us", "Time", "us", DEFINITIONS["path"], bar=True),
+            TableColumn("share", "Share", "share", "Of the length of the steps."),
+            TableColumn("n", "Pieces", "count", "Pieces of the path."),
+        ),
+        rows.assign(kind=[PATH_KINDS.get(k, LABELS.get(k, k)) for k in rows["kind"]]),
+        sort="time_us",
+        link={"gpu": "gpu"},
+        note="Over all GPUs: what the end of each step waited for, back to its beginning.",
     )
 
 

@@ -17,8 +17,10 @@ from tensorboard import errors
 from tensorboard.backend import http_util
 from tensorboard.plugins import base_plugin
 from werkzeug import wrappers
+from werkzeug.wsgi import wrap_file
 
-from tb_chopper.run_store import Listed, RunStore, as_state, split_logdir
+from tb_chopper.run_store import Listed, Report, RunStore, as_state, split_logdir
+from tb_chopper.trace_files import TraceFiles
 
 LOG = logging.getLogger(__name__)
 
@@ -45,6 +47,7 @@ class ChopperPlugin(base_plugin.TBPlugin):
         spec = getattr(context.flags, "logdir_spec", "") or ""
         self._store = RunStore(split_logdir(context.logdir or "", spec))
         self._store.listing()  # the first scan runs while TensorBoard starts
+        self._traces = TraceFiles()
         self._patience_s = 1.0
 
     def is_active(self) -> bool:
@@ -64,6 +67,9 @@ class ChopperPlugin(base_plugin.TBPlugin):
             "/runs": _route(self._runs),
             "/selectors": _route(self._selectors),
             "/view": _route(self._view),
+            "/trace": _route(self._trace),
+            "/trace_file": _route(self._trace_file),
+            "/perfetto/*": _route(self._perfetto),
         }
 
     # ---- routes --------------------------------------------------------------------------------------------------
@@ -88,7 +94,7 @@ class ChopperPlugin(base_plugin.TBPlugin):
     def _config(self, request: wrappers.Request) -> wrappers.Response:
         from importlib.metadata import version
 
-        from tb_chopper import __version__
+        from tb_chopper import __version__, perfetto_ui
         from tb_chopper.backend.views import REGISTRY
         from tb_chopper.backend.views.palette import COLORS, LABELS
 
@@ -98,6 +104,7 @@ class ChopperPlugin(base_plugin.TBPlugin):
             "colors": COLORS,
             "labels": LABELS,
             "plotly": f"plotly.min.js?v={version('plotly')}",
+            "perfetto": f"perfetto/{perfetto_ui.version()}/index.html" if perfetto_ui.version() else None,
         }
         return http_util.Respond(request, config, JSON)
 
@@ -121,7 +128,7 @@ class ChopperPlugin(base_plugin.TBPlugin):
     def _selectors(self, request: wrappers.Request) -> wrappers.Response:
         from tb_chopper.backend.views.selectors import selectors
 
-        return self._answer(request, ("selectors",), [self._listed(request, "run")], lambda run: selectors(run))
+        return self._answer(request, ("selectors",), [self._listed(request, "run")], lambda _, run: selectors(run))
 
     def _view(self, request: wrappers.Request) -> wrappers.Response:
         from tb_chopper.backend import views
@@ -135,10 +142,63 @@ class ChopperPlugin(base_plugin.TBPlugin):
         if request.args.get("compare"):
             listed.append(self._listed(request, "compare"))
 
-        def compute(run: Any, compare: Any = None) -> Any:
+        def compute(_: Report, run: Any, compare: Any = None) -> Any:
             return views.build(name, run, compare=compare, **selection).as_dict()
 
         return self._answer(request, ("view", name, repr(selection)), listed, compute)
+
+    def _trace(self, request: wrappers.Request) -> wrappers.Response:
+        """Writes the augmented trace of the selection; answers where it is and which part of it is meant."""
+        from tb_chopper.backend.export import chrome, selected
+        from tb_chopper.backend.views.view import Selection
+
+        selection, at = Selection.of(**_selection(request)), request.args.get("at")
+        listed = self._listed(request, "run")
+
+        def compute(report: Report, run: Any) -> Any:
+            place = selected.place(run, selection, at)
+            source = place.capture.file.path.name
+
+            def write(path: Any) -> None:
+                chrome.export(run, place.capture, path, progress=report)
+
+            path = self._traces.written(listed.name, listed.signature, source, write)
+            return {
+                "file": path.name,
+                "name": chrome.file_name(source),
+                "source": source,
+                "bytes": path.stat().st_size,
+                "where": place.where,
+                # As text: JavaScript's numbers do not hold every ns.
+                "start_ns": None if place.start_ns is None else str(place.start_ns),
+                "end_ns": None if place.end_ns is None else str(place.end_ns),
+                "kernel": place.name,
+            }
+
+        return self._answer(request, ("trace", repr(selection), repr(at)), [listed], compute, keep=False)
+
+    def _trace_file(self, request: wrappers.Request) -> wrappers.Response:
+        path = self._traces.find(request.args.get("file", ""))
+        if path is None:
+            raise errors.NotFoundError("this trace is no longer here; open the Trace tab again")
+        file = path.open("rb")
+        response: wrappers.Response = http_util.Respond(request, b"", "application/gzip")
+        response.headers["Content-Length"] = str(os.fstat(file.fileno()).st_size)
+        response.response = wrap_file(request.environ, file, 1 << 20)  # sent piece by piece: it may be large
+        response.direct_passthrough = True
+        return response
+
+    def _perfetto(self, request: wrappers.Request) -> wrappers.Response:
+        """A file of Perfetto's UI. Its version is in the path, so that browsers may keep it."""
+        from tb_chopper import perfetto_ui
+
+        version, _, relative = request.path.partition("/perfetto/")[2].partition("/")
+        file = perfetto_ui.read(relative) if version and version == perfetto_ui.version() else None
+        if file is None:
+            raise errors.NotFoundError("no such file")
+        return http_util.Respond(
+            request, file.content, file.content_type, expires=YEAR_S, csp_scripts_sha256s=list(file.script_sha256s)
+        )
 
     # ---- what the routes share -----------------------------------------------------------------------------------
 
@@ -151,17 +211,22 @@ class ChopperPlugin(base_plugin.TBPlugin):
         return listing.runs[name]
 
     def _answer(
-        self, request: wrappers.Request, key: tuple[str, ...], listed: list[Listed], compute: Callable[..., Any]
+        self,
+        request: wrappers.Request,
+        key: tuple[str, ...],
+        listed: list[Listed],
+        compute: Callable[..., Any],
+        keep: bool = True,
     ) -> wrappers.Response:
         """The result of a computation, or how far it is."""
         started = time.monotonic()
 
-        def as_text(*runs: Any) -> str:
-            value = json.dumps(compute(*runs), allow_nan=False)
+        def as_text(report: Report, *runs: Any) -> str:
+            value = json.dumps(compute(report, *runs), allow_nan=False)
             return f'{{"state": "ready", "signature": {json.dumps(listed[0].signature)}, "value": {value}}}'
 
         try:
-            answer = self._store.ask(key, listed, as_text, WAIT_S)
+            answer = self._store.ask(key, listed, as_text, WAIT_S, keep)
         finally:
             LOG.debug("%s took %.3f s", key, time.monotonic() - started)
         return http_util.Respond(request, answer if isinstance(answer, str) else as_state(answer), JSON)

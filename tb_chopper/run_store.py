@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 
 LOG = logging.getLogger(__name__)
 
+Report = Callable[[float, str], None]
+"""Told how far a job is (0 to 1) and what it is doing."""
+
 RESCAN_S = 5.0
 MAX_OPEN_RUNS = 4
 MAX_RESULTS = 128
@@ -68,7 +71,7 @@ class _Open:
         self.signature = signature
         self.lock = threading.RLock()
         self.run: Run | None = None
-        self.report: Callable[[float, str], None] = lambda done, doing: None
+        self.report: Report = lambda done, doing: None
 
 
 class RunStore:
@@ -128,10 +131,13 @@ class RunStore:
 
     # ---- what is in it -------------------------------------------------------------------------------------------
 
-    def ask(self, key: tuple[str, ...], listed: list[Listed], compute: Callable[..., str], wait_s: float) -> str | Job:
-        """The text that `compute(*runs)` makes, or the job that makes it when that takes longer than `wait_s`.
+    def ask(
+        self, key: tuple[str, ...], listed: list[Listed], compute: Callable[..., str], wait_s: float, keep: bool = True
+    ) -> str | Job:
+        """The text that `compute(report, *runs)` makes, or the job that makes it when that takes longer than `wait_s`.
 
-        `key` names the computation; a result is kept until a run changes. Raises what `compute` raises.
+        `key` names the computation; a result is kept until a run changes, or until it is asked for once where `keep`
+        is False. Raises what `compute` raises.
         """
         key = (*key, *(f"{r.name}@{r.signature}" for r in listed))
         with self._lock:
@@ -141,7 +147,7 @@ class RunStore:
             job = self._jobs.get(key)
             if job is None:
                 job = self._jobs[key] = Job()
-                job.future = self._pool.submit(self._work, key, job, listed, compute)
+                job.future = self._pool.submit(self._work, key, job, listed, compute, keep)
         wait([job.future], timeout=wait_s)
         if not job.future.done():
             return job
@@ -149,8 +155,12 @@ class RunStore:
             self._jobs.pop(key, None)
         return job.future.result()
 
-    def _work(self, key: tuple[str, ...], job: Job, listed: list[Listed], compute: Callable[..., str]) -> str:
+    def _work(
+        self, key: tuple[str, ...], job: Job, listed: list[Listed], compute: Callable[..., str], keep: bool
+    ) -> str:
         text = self._compute(job, listed, compute)
+        if not keep:
+            return text
         with self._lock:
             self._results[key] = text
             while len(self._results) > MAX_RESULTS:
@@ -169,7 +179,7 @@ class RunStore:
                     lock.acquire()
                 stack.callback(lock.release)
             runs = [self._opened(r, holders[r.name], job, i, len(listed)) for i, r in enumerate(listed)]
-            return compute(*runs)
+            return compute(job.report, *runs)
 
     def _holder(self, listed: Listed) -> _Open:
         with self._lock:

@@ -14,6 +14,13 @@ async function getJson(path, parameters = {}, signal) {
   return reply.json();
 }
 
+/** An augmented trace as it is, gzipped. */
+export async function traceBuffer(file) {
+  const reply = await fetch(traceFile(file));
+  if (!reply.ok) throw new Error(clean(await reply.text()));
+  return reply.arrayBuffer();
+}
+
 const clean = (text) => text.replace(/^(Not found|Invalid argument): /, "").trim().slice(0, 1000) || "No answer";
 
 export const config = () => getJson("config");
@@ -31,4 +38,6 @@ async function ask(path, parameters, signal, onProgress) {
 }
 
 export const selectors = (run, signal, onProgress) => ask("selectors", { run }, signal, onProgress);
+export const trace = (state, signal, onProgress) => ask("trace", state, signal, onProgress);
+export const traceFile = (file) => `trace_file?${new URLSearchParams({ file })}`;
 export const view = (state, signal, onProgress) => ask("view", state, signal, onProgress);

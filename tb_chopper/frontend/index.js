@@ -7,9 +7,12 @@ import { empty, renderPage, skeleton } from "./page.js";
 import { renderBar, renderTabs } from "./selectors.js";
 import { definePalette, followTheme } from "./theme.js";
 import { installTooltip } from "./tooltip.js";
+import { renderTrace, traceSection } from "./trace.js";
 
 const POLL_MS = 10_000;
 const HANDLER = "from torch_ext import chopper_trace_handler\n\nwith torch.profiler.profile(on_trace_ready=chopper_trace_handler(\"log/my_run\")) as prof:\n    ...";
+
+const TRACE = { name: "trace", title: "Trace", question: "What ran when? The timeline, with counters, clocks and attribution", by: [], options: {} };
 
 let config;
 let listing = { generation: 0, runs: [], error: "" };
@@ -32,13 +35,14 @@ export async function render() {
     content: h("main", { id: "content", role: "tabpanel", tabindex: "-1" }, skeleton()),
     live: h("div", { class: "hidden-text", role: "status", "aria-live": "polite" }),
   };
-  document.body.append(h("div", { class: "sticky" }, page.bar, page.nav, page.progress), page.content, page.live);
+  document.body.append(h("div", { class: "sticky" }, page.bar, page.nav, page.progress), page.content, traceSection(), page.live);
   try {
     [config, listing] = await Promise.all([api.config(), api.runs()]);
   } catch (error) {
     fill(page.content, empty("Chopper cannot start", [error.message]));
     return;
   }
+  config.tabs = [...config.views, TRACE];
   definePalette(config.colors);
   model.addKeys(config.views.flatMap((v) => Object.keys(v.options)));
   model.start(show);
@@ -66,7 +70,7 @@ async function poll() {
 function complete() {
   const state = model.get();
   const change = {};
-  if (!config.views.some((v) => v.name === state.view)) change.view = config.views[0].name;
+  if (!config.tabs.some((v) => v.name === state.view)) change.view = config.views[0].name;
   if (!state.run && listing.runs.length) change.run = latest(listing.runs);
   if (Object.keys(change).length) model.set(change, { push: false });
   return Object.keys(change).length > 0;
@@ -75,8 +79,8 @@ function complete() {
 const latest = (runs) => runs.reduce((a, b) => (b.modified_s > a.modified_s ? b : a)).name;
 
 function bar() {
-  renderBar(page.bar, { runs: listing.runs, offers: offers?.run === model.get().run ? offers.value : null, entry: config.views.find((v) => v.name === model.get().view) });
-  renderTabs(page.nav, config.views);
+  renderBar(page.bar, { runs: listing.runs, offers: offers?.run === model.get().run ? offers.value : null, entry: config.tabs.find((v) => v.name === model.get().view) });
+  renderTabs(page.nav, config.tabs);
 }
 
 async function show() {
@@ -91,7 +95,8 @@ async function show() {
   // Another selection of the same view keeps the old page until the new one is there: nothing jumps.
   const patience = setTimeout(() => { if (!sameView) { leave(); fill(page.content, skeleton()); } }, sameView ? 1e9 : 120);
   try {
-    const asked = [api.view(state, mine.signal, progress)];
+    const trace = state.view === TRACE.name;
+    const asked = [(trace ? api.trace : api.view)(state, mine.signal, progress)];
     if (offers?.run !== state.run || offers.signature !== signatureOf(state.run)) asked.push(api.selectors(state.run, mine.signal));
     const [answer, selectors] = await Promise.all(asked);
     if (mine.signal.aborted) return;
@@ -100,9 +105,11 @@ async function show() {
     shownSignature = answer.signature;
     bar();
     leave();
-    leave = renderPage(page.content, answer.value, { plotly: config.plotly, state, onSelect: select });
+    leave = trace
+      ? renderTrace(page.content, answer.value, { perfetto: config.perfetto, signal: mine.signal })
+      : renderPage(page.content, answer.value, { plotly: config.plotly, state, onSelect: select });
     Object.assign(page.content.dataset, { view: state.view, run: state.run, ready: "yes" });
-    page.live.textContent = `${answer.value.title}: ${answer.value.headline}`;
+    page.live.textContent = page.content.querySelector(".headline").textContent;
     if (!sameView) window.scrollTo(0, 0);
   } catch (error) {
     if (mine.signal.aborted) return;
@@ -123,6 +130,7 @@ async function show() {
 const signatureOf = (name) => listing.runs.find((r) => r.name === name)?.signature;
 
 function select(link) {
+  if (link.at !== undefined) return model.set({ view: TRACE.name, at: link.at });
   const { gpu, step, ...rest } = link;
   const state = model.get();
   const change = { ...rest };
@@ -130,7 +138,7 @@ function select(link) {
   if (gpu !== undefined) change.gpus = state.gpus === String(gpu) ? null : gpu;
   if (step !== undefined) change.steps = state.steps === `${step}-${step}` ? null : `${step}-${step}`;
   if (rest.focus !== undefined && state.focus === rest.focus) change.focus = null;
-  model.set(change);
+  return model.set(change);
 }
 
 function progress({ done, doing }) {

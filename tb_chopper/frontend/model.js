@@ -1,7 +1,7 @@
 // What is shown, as one flat object of strings, kept in TensorBoard's URL: #chopper&p.chopper.run=..&p.chopper.view=..
 
 const PREFIX = "p.chopper.";
-export const KEYS = ["run", "compare", "view", "worker", "span", "gpus", "steps", "by", "focus"];
+export const KEYS = ["run", "compare", "view", "worker", "span", "gpus", "steps", "by", "focus", "at"];
 /** Views may bring keys of their own. */
 export function addKeys(keys) {
   for (const key of keys) if (!KEYS.includes(key)) KEYS.push(key);
@@ -58,6 +58,7 @@ export function set(change, { push = true } = {}) {
     for (const key of KEYS) if (!STAYS.has(key)) delete next[key];
   }
   if ("view" in change && change.view !== state.view) delete next.by;
+  delete next.at; // a jump to a kernel ends with the next choice
   for (const [key, value] of Object.entries(change)) {
     if (value === null || value === undefined || value === "") delete next[key];
     else next[key] = String(value);

@@ -52,7 +52,8 @@ class TableView {
     this.body.addEventListener("keydown", (event) => this.key(event));
     this.body.addEventListener("click", (event) => {
       const row = event.target.closest("tr[data-row]");
-      if (row) this.choose(Number(row.dataset.row));
+      if (row && event.target.closest(".to-trace")) this.onSelect?.({ at: this.spec.at[row.dataset.row] });
+      else if (row) this.choose(Number(row.dataset.row));
     });
     this.element = h("section", { class: "table", "data-table": this.name },
       h("div", { class: "table-head" }, h("h3", {}, spec.title), this.status, h("span", { class: "spring" }), this.search, csv),
@@ -126,15 +127,16 @@ class TableView {
     return h("tr", {
       "data-row": i, "data-place": place, "aria-rowindex": place + 2, tabindex: place === this.focused ? "0" : "-1",
       class: [Object.keys(link).length ? "link" : "", chosen ? "chosen" : ""].join(" "),
-    }, this.columns.map((c) => this.cell(c, i)));
+    }, this.columns.map((c, k) => this.cell(c, i, k === 0 && this.spec.at[i])));
   }
 
-  cell(column, i) {
+  cell(column, i, at) {
     const value = column.values[i];
     const text = cell(value, column.unit, column.divisor);
-    if (!column.numeric) return h("td", { title: text.length > 24 ? text : null }, text);
+    const jump = at ? h("button", { type: "button", class: "to-trace", title: "Show in trace: the longest of this row", "aria-label": `Show the longest of ${text} in the trace`, tabindex: "-1" }, "⌖") : null;
+    if (!column.numeric) return h("td", { title: text.length > 24 ? text : null }, jump, text);
     const style = column.bar && column.largest ? { "--w": `${Math.min(100, 100 * Math.max(0, value ?? 0) / (column.unit === "share" ? Math.max(1, column.largest) : column.largest))}%` } : {};
-    return h("td", { class: column.bar ? "number share" : "number", style }, text);
+    return h("td", { class: column.bar ? "number share" : "number", style }, jump, text);
   }
 
   value(column, i) {
@@ -151,6 +153,7 @@ class TableView {
   }
 
   key(event) {
+    if (event.key === "t" && this.spec.at[this.shown[this.focused]]) this.onSelect?.({ at: this.spec.at[this.shown[this.focused]] });
     const move = { ArrowDown: 1, ArrowUp: -1, PageDown: MAX_ROWS_IN_SIGHT, PageUp: -MAX_ROWS_IN_SIGHT, Home: -Infinity, End: Infinity }[event.key];
     if (event.key === "Enter" || event.key === " ") {
       event.preventDefault();

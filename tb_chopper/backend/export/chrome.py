@@ -95,7 +95,7 @@ def export(run: Run, capture: Capture, path: Path, *, redactor: Redactor | None 
         raise UnreadableFile(f"{source} is an augmented trace already; export the trace that it was made from")
     place = run.workers.loc[run.workers["file"] == source.name, "capture"]
     kernels = run.clocked_kernels[run.clocked_kernels["capture"].isin(place)]
-    rows = _Rows(kernels, kernel_counters.of_kernels(run), _base_ns(capture))
+    rows = _Rows(kernels, kernel_counters.of_kernels(run), base_ns(capture))
     redact: Callable[[bytes], bytes] = redactor.json if redactor else _same
     metadata = redactor.metadata if redactor else _same
     never = None if isinstance(source, Url) else source
@@ -121,7 +121,7 @@ def _head(capture: Capture) -> bytes:
     return b'"%s": %s' % (KEY.encode(), msgspec.json.encode(about))
 
 
-def _base_ns(capture: Capture) -> int:
+def base_ns(capture: Capture) -> int:
     """What is added to the file's times; the reader does not add it to times that are absolute already."""
     if any(f.code == "base_time_ignored" for f in capture.findings):
         return 0

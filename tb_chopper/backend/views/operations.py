@@ -10,7 +10,7 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from tb_chopper.backend.metrics import grouping
-from tb_chopper.backend.views import context, figures, text
+from tb_chopper.backend.views import context, figures, text, trace_link
 from tb_chopper.backend.views.palette import COLORS, LABELS
 from tb_chopper.backend.views.view import KeyFigure, Selection, Table, TableColumn, View
 
@@ -62,9 +62,9 @@ def view(run: Run, selection: Selection) -> View:
 
 
 def summary(kernels: pd.DataFrame, by: list[str]) -> pd.DataFrame:
-    """One row per group: n, time_us, median_us, min_us, max_us, share, overlap_share, launch_us, type.
+    """One row per group: n, time_us, median_us, min_us, max_us, share, overlap_share, launch_us, type, at.
 
-    Shares are 0 to 1; the type is the one with the most time.
+    Shares are 0 to 1; the type is the one with the most time; `at` is the longest activity (see trace_link).
     """
     codes, groups = grouping.number(kernels, by)
     n = len(groups)
@@ -86,6 +86,7 @@ def summary(kernels: pd.DataFrame, by: list[str]) -> pd.DataFrame:
         max_us=by_code.max().to_numpy() / 1000,
         overlap_share=np.divide(overlap, beside, out=np.full(n, np.nan), where=beside > 0),
         launch_us=grouping.sums(codes, n, (kernels["prep_ns"] + kernels["call_ns"]).to_numpy()) / 1000,
+        at=trace_link.longest(kernels, codes, n),
     )
 
 
@@ -284,6 +285,7 @@ def _groups_table(run: Run, groups: pd.DataFrame, by: list[str], note: str = "")
         sort="time_us",
         link=link,
         note=note,
+        at="at",
     )
 
 
@@ -300,4 +302,5 @@ def _kernels_table(kernels: pd.DataFrame, focus: str) -> Table:
         ),
         kernels,
         sort="time_us",
+        at="at",
     )

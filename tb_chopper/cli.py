@@ -1,18 +1,20 @@
-"""Command line: tb-chopper analyze | simulate | ... ; each sub-command lives with what it runs."""
+"""Command line: tb-chopper analyze | collect | ... ; each sub-command lives with what it runs."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from tb_chopper import __version__
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code 0 on success, 2 with one clear line on stderr otherwise."""
-    arguments = _parser().parse_args(argv)
+    argv = sys.argv[1:] if argv is None else argv
+    arguments = _parser(argv).parse_args(argv)
     from tb_chopper.backend.errors import ChopperError
 
     try:
@@ -29,60 +31,91 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
 
 
-def _parser() -> argparse.ArgumentParser:
+class Command(NamedTuple):
+    """A sub-command: what it does, in a line and in full, and what adds its arguments and sets `run`."""
+
+    help: str
+    description: str
+    add: Callable[[argparse.ArgumentParser], None]
+
+
+def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("tb-chopper", description="Where the GPU time of a training goes and why.")
     parser.add_argument("--version", action="version", version=f"tb-chopper {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    for name, command in COMMANDS.items():
+        sub = commands.add_parser(name, help=command.help, description=command.description)
+        if name in argv[:1]:  # the others' modules are not imported
+            command.add(sub)
+    return parser
 
-    analyze = commands.add_parser(
-        "analyze", help="the numbers of every run in a directory, or of one trace file",
-        description="Reads every run under PATH (a log directory, a run, or one trace file) and prints its numbers.")
-    analyze.add_argument("path", metavar="PATH")
-    analyze.add_argument("--json", action="store_true", help="for machines; layout in docs/api.md")
-    analyze.add_argument("--communication", metavar="REGEX", action="append", default=[],
-                         help="a further pattern of communication kernels (repeatable)")
-    analyze.set_defaults(run=_analyze)
 
+def _add_analyze(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("path", metavar="PATH")
+    parser.add_argument("--json", action="store_true", help="for machines; layout in docs/api.md")
+    parser.add_argument("--communication", metavar="REGEX", action="append", default=[],
+                        help="a further pattern of communication kernels (repeatable)")
+    parser.set_defaults(run=_analyze)
+
+
+def _add_simulate(parser: argparse.ArgumentParser) -> None:
     from tb_chopper.backend.simulate import arguments as simulation
 
-    simulate = commands.add_parser(
-        "simulate", help="write the files of a simulated node, with the truth beside them",
-        description="Writes what the profilers would have recorded on a simulated node: traces, sidecars, telemetry, "
-        "hardware counters; and the planted truth. Simulated runs say so in their name and in every view.")
-    simulation.add_arguments(simulate)
-    simulate.set_defaults(run=_simulate)
+    simulation.add_arguments(parser)
+    parser.set_defaults(run=_simulate)
 
+
+def _add_sample(parser: argparse.ArgumentParser) -> None:
     from torch_ext import sampler
 
-    sample = commands.add_parser(
-        "sample", help="record clocks, power, temperature and CPU use of this host",
-        description="Records clocks, power, temperature and CPU use of this host until stopped (Ctrl-C).")
-    sampler.add_arguments(sample)
-    sample.set_defaults(run=sampler.run)
+    sampler.add_arguments(parser)
+    parser.set_defaults(run=sampler.run)
 
+
+def _add_collect(parser: argparse.ArgumentParser) -> None:
     from torch_ext import counters
 
-    collect = commands.add_parser(
-        "collect", help="run a training again for its hardware counters",
-        description="Runs the command once per few counters under rocprofv3 (AMD) or Nsight Compute (NVIDIA), stops a "
-        "run that hangs, keeps what was finished. Record the trace first, with the same command.")
-    counters.add_arguments(collect)
-    collect.set_defaults(run=counters.run)
+    counters.add_arguments(parser)
+    parser.set_defaults(run=counters.run)
 
+
+def _add_export(parser: argparse.ArgumentParser) -> None:
     from tb_chopper.backend.export import arguments as exports
 
-    export = commands.add_parser(
-        "export", help="a run in the formats of other tools",
-        description="Writes a run for Perfetto, chrome://tracing and other trace viewers, or its tables for notebooks.")
-    exports.add_export_arguments(export)
-    export.set_defaults(run=_export)
+    exports.add_export_arguments(parser)
+    parser.set_defaults(run=_export)
 
-    report = commands.add_parser(
-        "report", help="one page with every view of a run, to attach to a bug or a mail",
-        description="Writes every view of a run into one page that opens from disk without network, or as Markdown.")
-    exports.add_report_arguments(report)
-    report.set_defaults(run=_report)
-    return parser
+
+def _add_report(parser: argparse.ArgumentParser) -> None:
+    from tb_chopper.backend.export import arguments as exports
+
+    exports.add_report_arguments(parser)
+    parser.set_defaults(run=_report)
+
+
+COMMANDS = {
+    "analyze": Command(
+        "the numbers of every run in a directory, or of one trace file",
+        "Reads every run under PATH (a log directory, a run, or one trace file) and prints its numbers.", _add_analyze),
+    "collect": Command(
+        "run a training again for its hardware counters",
+        "Runs the command once per few counters under rocprofv3 (AMD) or Nsight Compute (NVIDIA), stops a run that "
+        "hangs, keeps what was finished. Record the trace first, with the same command.", _add_collect),
+    "sample": Command(
+        "record clocks, power, temperature and CPU use of this host",
+        "Records clocks, power, temperature and CPU use of this host until stopped (Ctrl-C).", _add_sample),
+    "report": Command(
+        "one page with every view of a run, to attach to a bug or a mail",
+        "Writes every view of a run into one page that opens from disk without network, or as Markdown.", _add_report),
+    "export": Command(
+        "a run in the formats of other tools",
+        "Writes a run for Perfetto, chrome://tracing and other trace viewers, or its tables for notebooks.",
+        _add_export),
+    "simulate": Command(
+        "write the files of a simulated node, with the truth beside them",
+        "Writes what the profilers would have recorded on a simulated node: traces, sidecars, telemetry, hardware "
+        "counters; and the planted truth. Simulated runs say so in their name and in every view.", _add_simulate),
+}
 
 
 def _analyze(arguments: argparse.Namespace) -> int:

@@ -103,9 +103,13 @@ def _run_text(run: dict[str, Any]) -> str:
             ["Gaps between compute kernels", "launch", "prep", "call", "under comm.", "graph", "unattributed"],
             [[_label(w), *(_duration(w["launch_us"][c]) for c in (
                 "launch", "prep", "call", "call_under_communication", "graph", "unattributed"))] for w in workers])
-    findings = [f for w in workers for f in w["findings"]] + run["findings"]
-    shown = {(f["severity"], f["message"]) for f in findings}
-    lines += [f"  {severity}: {message}" for severity, message in sorted(shown)]
+    files: dict[tuple[str, str], set[str]] = {}
+    for file, found in [*((w["file"], w["findings"]) for w in workers), ("", run["findings"])]:
+        for f in found:
+            files.setdefault((f["severity"], f["message"].removeprefix(f"{file}: ")), set()).add(file)
+    for (severity, message), where in sorted(files.items()):
+        named = f"{len(where)} files: " if len(where) > 1 else f"{file}: " if (file := min(where)) else ""
+        lines.append(f"  {severity}: {named}{message}")
     return "\n".join(map(_printable, lines))
 
 

@@ -6,6 +6,7 @@ const ROW_PX = 30;
 const MAX_ROWS_IN_SIGHT = 16;
 const MARGIN_ROWS = 8;
 const FLUID_PX = 260;
+const JUMP_PX = 26; // the button that shows a row in the trace
 
 /** `onSelect(link)` gets {key of the selection: value} when a row is chosen. */
 export function table(name, spec, { onSelect, selected, fileName } = {}) {
@@ -42,7 +43,7 @@ class TableView {
     const csv = h("button", { type: "button", class: "quiet", onclick: () => this.save(), "aria-label": `Download ${spec.title} as CSV` }, "CSV");
     this.heads = this.columns.map((column, i) => this.header(column, i));
     this.body = h("tbody");
-    const widths = this.columns.map(width);
+    const widths = this.columns.map((c, i) => width(c, i === 0 && spec.at.length ? JUMP_PX : 0));
     const least = widths.reduce((sum, w) => sum + (w ?? FLUID_PX), 0);
     this.scroller = h("div", { class: "scroller", tabindex: "-1" },
       h("table", { style: { "min-width": `${least}px` }, "aria-rowcount": this.count, "aria-label": spec.title },
@@ -133,7 +134,7 @@ class TableView {
   cell(column, i, at) {
     const value = column.values[i];
     const text = cell(value, column.unit, column.divisor);
-    const jump = at ? h("button", { type: "button", class: "to-trace", title: "Show in trace: the longest of this row", "aria-label": `Show the longest of ${text} in the trace`, tabindex: "-1" }, "⌖") : null;
+    const jump = at ? h("button", { type: "button", class: "to-trace", title: "Show in trace (t)", "aria-label": `Show ${text} in the trace`, tabindex: "-1" }, "⌖") : null;
     if (!column.numeric) return h("td", { title: text.length > 24 ? text : null }, jump, text);
     const style = column.bar && column.largest ? { "--w": `${Math.min(100, 100 * Math.max(0, value ?? 0) / (column.unit === "share" ? Math.max(1, column.largest) : column.largest))}%` } : {};
     return h("td", { class: column.bar ? "number share" : "number", style }, jump, text);
@@ -196,11 +197,11 @@ function textWidth(text, weight) {
 }
 
 // Pixels, or null for a column of long texts, which takes the room that is left.
-function width(column) {
+function width(column, extra) {
   const heading = 38 + textWidth(`${column.label} ${column.unitLabel}`, 600);
   if (column.numeric) return Math.ceil(Math.max(84, heading));
   const longest = column.values.reduce((a, v) => (v !== null && String(v).length > a.length ? String(v) : a), "");
-  return longest.length > 26 ? null : Math.ceil(Math.max(80, heading, 26 + textWidth(longest, 400)));
+  return longest.length > 26 ? null : Math.ceil(Math.max(80, heading, 26 + extra + textWidth(longest, 400)));
 }
 
 function spacer(rows, columns) {

@@ -5,7 +5,7 @@ import { fill, h } from "./dom.js";
 import { bytes } from "./format.js";
 import { onTheme } from "./theme.js";
 
-const PING_MS = 100;
+const PING_MS = 250;
 const PATIENCE_MS = 120_000;
 const SHARE_OF_STEPS = 0.9; // of the window's width
 const SHARE_OF_KERNEL = 0.2;
@@ -63,10 +63,17 @@ async function load(place, perfetto, say) {
   const [buffer] = await Promise.all([api.traceBuffer(place.file), answers(iframe)]);
   const ui = iframe.contentWindow;
   frame.window = ui;
+  skipOwnEntry(ui);
   follow(document.documentElement.dataset.theme);
   say("Perfetto reads the trace …");
   ui.postMessage({ perfetto: { buffer, title: `${place.where}: ${place.source}`, keepApiOpen: true } }, window.location.origin, [buffer]);
   await until(() => ui.app?.trace && !ui.app.isLoadingTrace, "Perfetto did not open the trace");
+}
+
+// The UI puts its trace into its own address, which is one more step of the browser's history: Back goes over it.
+function skipOwnEntry(ui) {
+  const start = ui.location.href;
+  ui.addEventListener("hashchange", (event) => { if (event.newURL === start) window.history.back(); });
 }
 
 /** Resolves when the UI takes messages. */

@@ -153,12 +153,21 @@ def test_a_row_of_a_table_leads_to_its_longest_kernel(tab: Tab) -> None:
     assert "GPU 1" in frame.inner_text(".headline")
     # A second jump in the same file keeps the UI as it is.
     perfetto(tab).evaluate("window.sameAsBefore = true")
-    tab.page.go_back()
+    tab.page.evaluate("history.back()")
     frame = tab.frame("operations", "built")
     assert not frame.is_visible("iframe")
-    frame.select_option("#select-gpus" if frame.query_selector("select#select-gpus") else "#select-by", "kernel")
-    frame.click("[data-table=groups] tr:has-text('fused_adamw') .to-trace")
-    tab.frame("trace", "built")
+    tab.page.evaluate("history.forward()")
+    frame = tab.frame("trace", "built")
+    assert selected(tab)[0] == name and perfetto(tab).evaluate("window.sameAsBefore")
+    frame.click("[role=tab][data-view=operations]")
+    frame = tab.frame("operations", "built")
+    frame.select_option("#select-by", "kernel")
+    frame.wait_for_selector("[data-table=groups] h3:has-text('by kernel')")
+    frame.focus("[data-table=groups] tr:has-text('AllReduce')")
+    tab.page.keyboard.press("t")
+    frame = tab.frame("trace", "built")
+    assert "GPU 0" in frame.inner_text(".headline")
+    assert selected(tab)[0].endswith(f"@{ns(520)}")
 
 
 def test_the_augmented_trace_is_saved(tab: Tab) -> None:
@@ -168,6 +177,17 @@ def test_the_augmented_trace_is_saved(tab: Tab) -> None:
     assert waiting.value.suggested_filename == "augmented.rank0.chrome.json.gz"
     saved = json.loads(gzip.decompress(Path(waiting.value.path()).read_bytes()))
     assert "chopper_augmented" in saved
+
+
+def test_without_the_ui_the_page_says_what_to_install(tab: Tab) -> None:
+    def without(route: Any) -> None:
+        reply = route.fetch()
+        route.fulfill(response=reply, json=reply.json() | {"perfetto": None})
+
+    tab.page.route("**/data/plugin/chopper/config", without)
+    frame = tab.open(run="built", view="trace")
+    assert "pip install tb-chopper[trace]" in frame.inner_text(".banner")
+    assert frame.is_visible("a.download") and not frame.query_selector("iframe")
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])

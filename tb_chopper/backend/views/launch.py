@@ -10,7 +10,7 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from tb_chopper.backend.schema import BEFORE_CAPTURE, UNATTRIBUTED
-from tb_chopper.backend.views import context, figures, text
+from tb_chopper.backend.views import context, figures, text, trace_link
 from tb_chopper.backend.views.palette import COLORS, LABELS
 from tb_chopper.backend.views.view import KeyFigure, Missing, Selection, Table, TableColumn, View
 
@@ -74,7 +74,7 @@ def view(run: Run, selection: Selection) -> View:
             "by_gpu": _by_gpu(by_gpu),
             "gaps": _gap_sizes(context.kernels(run, selection)),
         },
-        tables={"groups": _table(rows, by)},
+        tables={"groups": _table(_linked(rows, context.kernels(run, selection), by), by)},
         definitions={"Scope": "; ".join(SCOPES.values()) + "."},
     )
 
@@ -291,6 +291,13 @@ SOMETIMES = (
 """Columns of what many runs have none of."""
 
 
+def _linked(rows: pd.DataFrame, kernels: pd.DataFrame, by: list[str]) -> pd.DataFrame:
+    """`rows` with the kernel of each group that waited longest (see trace_link)."""
+    compute = kernels[kernels["kind"] == "compute"]
+    gaps = compute[["prep_ns", "call_ns", "graph_ns", "unattributed_ns"]].sum(axis=1).to_numpy()
+    return trace_link.linked(rows, compute, by, gaps)
+
+
 def _table(rows: pd.DataFrame, by: list[str]) -> Table:
     groups = tuple(TableColumn(c, c.capitalize() if c != "gpu" else "GPU") for c in by)
     return Table(
@@ -314,4 +321,5 @@ def _table(rows: pd.DataFrame, by: list[str]) -> Table:
         else {"step": "step"}
         if by == ["step"]
         else {},
+        at="at",
     )

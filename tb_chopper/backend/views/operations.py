@@ -86,7 +86,7 @@ def summary(kernels: pd.DataFrame, by: list[str]) -> pd.DataFrame:
         max_us=by_code.max().to_numpy() / 1000,
         overlap_share=np.divide(overlap, beside, out=np.full(n, np.nan), where=beside > 0),
         launch_us=grouping.sums(codes, n, (kernels["prep_ns"] + kernels["call_ns"]).to_numpy()) / 1000,
-        at=trace_link.longest(kernels, codes, n),
+        at=trace_link.largest(kernels, codes),
     )
 
 

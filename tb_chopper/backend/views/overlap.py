@@ -11,7 +11,7 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from tb_chopper.backend.metrics import overlap as metrics
-from tb_chopper.backend.views import context, figures, text
+from tb_chopper.backend.views import context, figures, text, trace_link
 from tb_chopper.backend.views.palette import COLORS
 from tb_chopper.backend.views.view import KeyFigure, Missing, Selection, Table, TableColumn, View
 
@@ -63,8 +63,14 @@ def view(run: Run, selection: Selection) -> View:
         key_figures=_key_figures(by_gpu),
         figures=charts,
         tables={
-            "operations": _operations_table(operations, by),
-            "collectives": _collectives_table(metrics.hidden_communication(run.kernels, by="name", where=where)),
+            "operations": _operations_table(trace_link.linked(operations, _compute(kernels), by), by),
+            "collectives": _collectives_table(
+                trace_link.linked(
+                    metrics.hidden_communication(run.kernels, by="name", where=where),
+                    kernels[kernels["kind"] == "communication"],
+                    ["name"],
+                )
+            ),
             "gpus": Table(
                 "Communication by GPU",
                 GPU_COLUMNS,
@@ -407,7 +413,12 @@ def _operations_table(operations: pd.DataFrame, by: list[str]) -> Table:
         operations,
         sort="overlap_us",
         link={"focus": "operation"} if "operation" in by else {},
+        at="at",
     )
+
+
+def _compute(kernels: pd.DataFrame) -> pd.DataFrame:
+    return kernels[kernels["kind"] == "compute"]
 
 
 def _collectives_table(rows: pd.DataFrame) -> Table:
@@ -427,4 +438,5 @@ def _collectives_table(rows: pd.DataFrame) -> Table:
         ),
         rows,
         sort="exposed_us",
+        at="at",
     )

@@ -8,24 +8,27 @@ import numpy as np
 import pandas as pd
 
 from tb_chopper.backend.errors import InvalidSelection
+from tb_chopper.backend.metrics import grouping
 
 FORM = re.compile(r"(\d{1,9})@(-?\d{1,19})")
 
 
-def longest(kernels: pd.DataFrame, codes: np.ndarray, n: int) -> list[str | None]:
-    """`at` of the longest kernel of each of the n groups; None for a group without one.
+def largest(kernels: pd.DataFrame, codes: np.ndarray, size: np.ndarray | None = None) -> list[str]:
+    """`at` of one kernel of each group: the one of the largest `size`, by default the longest; of equals the first.
 
-    `codes`: the group of each row, -1 for none. Of equally long kernels the first.
+    `codes`: group of each row, numbered densely from 0.
     """
-    duration = (kernels["end_ns"] - kernels["start_ns"]).to_numpy()
-    order = np.lexsort((kernels["start_ns"].to_numpy(), -duration))
-    group, first = np.unique(np.asarray(codes)[order], return_index=True)
+    size = (kernels["end_ns"] - kernels["start_ns"]).to_numpy() if size is None else size
     gpu, start_ns = kernels["gpu"].to_numpy(), kernels["start_ns"].to_numpy()
-    out: list[str | None] = [None] * n
-    for code, row in zip(group.tolist(), order[first].tolist(), strict=True):
-        if code >= 0:
-            out[code] = f"{gpu[row]}@{start_ns[row]}"
-    return out
+    order = np.lexsort((gpu, start_ns, -size))
+    rows = order[np.unique(codes[order], return_index=True)[1]]
+    return [f"{g}@{s}" for g, s in zip(gpu[rows].tolist(), start_ns[rows].tolist(), strict=True)]
+
+
+def linked(rows: pd.DataFrame, kernels: pd.DataFrame, by: list[str], size: np.ndarray | None = None) -> pd.DataFrame:
+    """`rows`, one per group `by`, with `at`: a kernel of the group as `largest` picks it; missing where it has none."""
+    codes, groups = grouping.number(kernels, by)
+    return rows.merge(groups.assign(at=largest(kernels, codes, size)), on=by, how="left", validate="one_to_one")
 
 
 def find(kernels: pd.DataFrame, at: str) -> pd.Series:

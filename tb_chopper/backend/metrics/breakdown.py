@@ -67,12 +67,14 @@ def overhead_breakdown(kernels: pd.DataFrame, counters: pd.DataFrame, pairs: pd.
     each = _instances(kernels, counters, pairs, gpus, where)
     unit = list(dict.fromkeys([*by, "operation", "phase"]))
     codes, units = grouping.number(each, unit)
-    rows = [_unit(each[codes == i], overlap_method) for i in range(len(units))]
+    rows = [_unit(mine, overlap_method) for mine in _split(each, codes, len(units))]
     table = pd.concat([units, pd.DataFrame(rows, columns=list(_Unit._fields))], axis=1)
     group_codes, groups = grouping.number(table, by)
     steps = each[["gpu", "capture", "step"]].assign(group=group_codes[codes]).drop_duplicates()
     windows = steps.groupby("group").size()
-    out = [_group(table[group_codes == i], int(windows[i])) for i in range(len(groups))]
+    fields = {c: table[c].to_numpy() for c in _Unit._fields}
+    members = np.split(np.argsort(group_codes, kind="stable"), np.cumsum(np.bincount(group_codes))[:-1])
+    out = [_group({c: v[m] for c, v in fields.items()}, int(windows[i])) for i, m in enumerate(members) if len(m)]
     result = pd.concat([groups, pd.DataFrame(out, columns=list(COLUMNS))], axis=1)
     return result.sort_values("d_act_us", ascending=False, kind="stable", ignore_index=True)
 
@@ -148,6 +150,21 @@ def _counted(kernels: pd.DataFrame, counters: pd.DataFrame, pairs: pd.DataFrame,
     return pd.DataFrame({"cycles": first[_ELAPSED], "busy": first[_TENSOR], "performed": first[_TENSOR] * units * rate})
 
 
+Rows = Mapping[str, np.ndarray]
+"""Columns of a table as arrays: there are thousands of small ones."""
+_NUMBERS = ["overlap_ratio", "elapsed_ns", "flop", "thr_ns", "performed", "padded", "busy", "cycles", "matched_ns",
+            "act_ns", "peak_cycles_per_ns", "clocked_ns", "clock_ns"]
+
+
+def _split(each: pd.DataFrame, codes: np.ndarray, n: int) -> list[Rows]:
+    """The instances of each unit, by GPU (`device`) in order of overlap ratio, ties by start."""
+    device = each.groupby(["gpu", "capture"], sort=False).ngroup().to_numpy()
+    order = np.lexsort((each["start_ns"], each["overlap_ratio"], device, codes))
+    columns = {c: each[c].to_numpy("float64")[order] for c in _NUMBERS} | {"device": device[order]}
+    ends = np.cumsum(np.bincount(codes, minlength=n))
+    return [{c: v[low:high] for c, v in columns.items()} for low, high in zip([0, *ends[:-1]], ends, strict=True)]
+
+
 # ---- one operation
 
 
@@ -176,22 +193,26 @@ class _Unit(NamedTuple):
     total: float
 
 
-def _unit(each: pd.DataFrame, wanted: Method) -> _Unit:
-    matched = float(each["matched_ns"].sum() / max(each["act_ns"].sum(), 1.0))
-    whole = each[(each["matched_ns"] >= _WHOLE * each["act_ns"]) & (each["act_ns"] > 0)]
-    measured = len(whole) > 0
-    some = whole if measured else each
+def _unit(each: Rows, wanted: Method) -> _Unit:
+    total = max(float(each["act_ns"].sum()), 1.0)
+    matched = float(each["matched_ns"].sum()) / total
+    whole = (each["matched_ns"] >= _WHOLE * each["act_ns"]) & (each["act_ns"] > 0)
+    measured = bool(whole.any())
+    some = {c: v[whole] for c, v in each.items()} if measured else each
     flop, thr, act = (_median(some[c]) for c in ("flop", "thr_ns", "act_ns"))
-    f_peak = _median(some["peak_cycles_per_ns"] / some["act_ns"].where(some["act_ns"] > 0))  # cycles per ns
-    clock_share = float(each["clocked_ns"].sum() / max(each["act_ns"].sum(), 1.0))
-    clocked = each[each["clocked_ns"] > 0]
-    clock = _median(clocked["clock_ns"] / clocked["clocked_ns"]) / 1000
-    percentile = float(np.median([percentile_overlap(rows) for _, rows in each.groupby(["gpu", "capture"])]))
-    lines = [regression_overlap(rows) for _, rows in each.groupby(["gpu", "capture"])]
-    regression, low, high = np.median(lines, axis=0)
+    running = some["act_ns"] > 0
+    f_peak = _median(some["peak_cycles_per_ns"][running] / some["act_ns"][running])  # cycles per ns
+    clock_share = float(each["clocked_ns"].sum()) / total
+    clocked = each["clocked_ns"] > 0
+    clock = _median(each["clock_ns"][clocked] / each["clocked_ns"][clocked]) / 1000
+    borders = np.flatnonzero(np.diff(each["device"])) + 1
+    of_gpus = list(zip(np.split(each["overlap_ratio"], borders), np.split(each["elapsed_ns"], borders), strict=True))
+    percentile = float(np.median([percentile_overlap(ratio, elapsed) for ratio, elapsed in of_gpus]))
+    lines = [regression_overlap(ratio, elapsed) for ratio, elapsed in of_gpus]
+    regression, low, high = (float(v) for v in np.median(lines, axis=0))
     peak = _median(some["cycles"]) / f_peak if measured else np.nan
     by_clock = act / peak / (f_peak / clock) if measured else np.nan
-    usable = clock_share >= 0.5 and np.isfinite(clock)
+    usable = bool(clock_share >= 0.5 and np.isfinite(clock))
     method = wanted if wanted != "auto" else "clock" if usable and measured else "percentile"
     overlap = {"clock": by_clock, "percentile": percentile, "regression": regression}[method]
     if measured:
@@ -204,33 +225,32 @@ def _unit(each: pd.DataFrame, wanted: Method) -> _Unit:
         # What is left of the time at the sampled clock; without one, utilization and clock stay one block.
         util = peak = act / overlap / (f_peak / clock if usable else 1.0)
     source = UNAVAILABLE if not np.isfinite(thr) or not np.isfinite(f_peak) else MEASURED if measured else ESTIMATED
-    return _Unit(len(each), flop, performed, thr, inst, util, peak, util * overlap, act, source, matched, method,
-                 percentile, regression, low, high, by_clock, clock_share, measured or usable,
+    return _Unit(len(each["act_ns"]), flop, performed, thr, inst, util, peak, util * overlap, act, source, matched,
+                 method, percentile, regression, low, high, by_clock, clock_share, measured or usable,
                  float(each["act_ns"].sum()))
 
 
-def _median(values: pd.Series) -> float:
-    known = values.dropna()
-    return float(known.median()) if len(known) else np.nan
+def _median(values: np.ndarray) -> float:
+    known = values[~np.isnan(values)]
+    return float(np.median(known)) if len(known) else np.nan
 
 
-def percentile_overlap(each: pd.DataFrame) -> float:
-    """D_50% / D_0% as in the paper: the instances of one GPU in order of overlap ratio (ties by start); the one whose
-    share of the order is nearest to 50 %, over the first. 1 where it has no overlap, and never below 1."""
-    ordered = each.sort_values(["overlap_ratio", "start_ns"], kind="stable")
-    n = len(ordered)
+def percentile_overlap(ratio: np.ndarray, elapsed: np.ndarray) -> float:
+    """D_50% / D_0% as in the paper: the instances of one GPU in order of overlap ratio (ties by start), as they are
+    given; the one whose share of the order is nearest to 50 %, over the first. 1 where it has no overlap, and never
+    below 1."""
+    n = len(ratio)
     middle = int(np.argmin(np.abs(100 * (np.arange(n) + 1) / n - 50)))
-    elapsed = ordered["elapsed_ns"].to_numpy()
-    if ordered["overlap_ratio"].iloc[middle] == 0 or elapsed[0] <= 0:
+    if ratio[middle] == 0 or elapsed[0] <= 0:
         return 1.0
     return max(1.0, float(elapsed[middle] / elapsed[0]))
 
 
-def regression_overlap(each: pd.DataFrame) -> tuple[float, float, float]:
+def regression_overlap(ratio: np.ndarray, elapsed: np.ndarray) -> tuple[float, float, float]:
     """mean(D) / D_0 of the robust line D = D_0 (1 + c · ratio), by the median of all slopes (Theil and Sen), and the
     same at the ends of a 95 % interval of the slope. NaN where the ratio does not vary."""
-    step = -(-len(each) // _MOST_PAIRS)
-    ratio, elapsed = (each[c].to_numpy("float64")[::step] for c in ("overlap_ratio", "elapsed_ns"))
+    step = -(-len(ratio) // _MOST_PAIRS)
+    ratio, elapsed = ratio[::step], elapsed[::step]
     i, j = np.triu_indices(len(ratio), 1)
     apart = np.abs(ratio[j] - ratio[i]) > 1e-3
     if apart.sum() < 3:
@@ -252,31 +272,30 @@ def regression_overlap(each: pd.DataFrame) -> tuple[float, float, float]:
 _TIMES = ["flop", "performed", "thr", "inst", "util", "contended", "peak", "act"]
 
 
-def _group(units: pd.DataFrame, windows: int) -> tuple[object, ...]:
+def _group(units: Rows, windows: int) -> tuple[object, ...]:
     """A row of COLUMNS: the sums of the operations' times, and the ratios of the sums. `windows`: GPUs and steps."""
-    if len(units) > 1:
-        units = units.assign(**{c: units[c] * units["n"] / windows for c in _TIMES})
-    known = units[units["source"] != UNAVAILABLE]
-    some = known if len(known) else units
+    one = len(units["n"]) == 1
+    if not one:
+        units = {**units, **{c: units[c] * units["n"] / windows for c in _TIMES}}
+    known = units["source"] != UNAVAILABLE
+    some = {c: v[known] for c, v in units.items()} if known.any() else units
     thr, inst, util, contended, peak, act = (
-        float(some[c].sum(skipna=False)) for c in ("thr", "inst", "util", "contended", "peak", "act"))
+        float(some[c].sum()) for c in ("thr", "inst", "util", "contended", "peak", "act"))
     has_clock = bool(some["has_clock"].all())
     overlap = contended / util if util else np.nan
-    factors = (_over(inst, thr), _over(util, inst), overlap, act / peak / overlap if has_clock else np.nan)
+    factors = (_over(inst, thr), _over(util, inst), overlap, act / peak / overlap if has_clock and peak else np.nan)
     product = thr * np.prod([f if np.isfinite(f) else 1.0 for f in factors]) if thr > 0 else np.nan
-    if known["act"].sum() < 0.5 * units["act"].sum() or not len(known):
+    if not known.any() or units["act"][known].sum() < 0.5 * units["act"].sum():
         source = UNAVAILABLE
+        thr, peak, factors, product = np.nan, np.nan, (np.nan,) * 4, np.nan
     else:
         source = MEASURED if (some["source"] == MEASURED).all() else ESTIMATED
-    if source == UNAVAILABLE:
-        thr, peak, factors, product = np.nan, np.nan, (np.nan,) * 4, np.nan
     weight = units["act"] / max(units["act"].sum(), 1.0)
-    one = units.iloc[0] if len(units) == 1 else None
-    alone = [one[c] if one is not None else np.nan for c in ("percentile", "regression", "low", "high", "clock")]
-    methods = units["method"].unique()
+    alone = [float(units[c][0]) if one else np.nan for c in ("percentile", "regression", "low", "high", "clock")]
+    methods = set(units["method"])
     return (int(units["n"].sum()), some["flop"].sum(), some["performed"].sum(), thr / 1000, *factors, peak / 1000,
             act / 1000, product / act - 1 if act > 0 else np.nan, source,
-            float((units["matched_share"] * weight).sum()), methods[0] if len(methods) == 1 else "mixed", *alone,
+            float((units["matched_share"] * weight).sum()), methods.pop() if len(methods) == 1 else "mixed", *alone,
             float((units["clock_share"] * weight).sum()), float(units["total"].sum()) / 1000)
 
 

@@ -26,7 +26,10 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.10",
     packages=find_packages(include=["tb_chopper", "tb_chopper.*", "torch_ext", "torch_ext.*"]),
-    package_data={"tb_chopper": ["py.typed", "frontend/*", "frontend/**/*", "backend/export/*.js", "backend/export/*.css"], "torch_ext": ["py.typed"]},
+    package_data={
+        "tb_chopper": ["py.typed", "frontend/*", "frontend/**/*", "backend/export/*.js", "backend/export/*.css"],
+        "torch_ext": ["py.typed"],
+    },
     install_requires=[
         "tensorboard>=2.21", "pandas>=2.0", "numpy>=1.24", "pyarrow>=14", "plotly>=6.0", "msgspec>=0.18", "protobuf>=4",
     ],

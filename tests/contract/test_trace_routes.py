@@ -175,7 +175,8 @@ def test_written_once_until_the_run_changes(server: Server, tmp_path: Path) -> N
     assert len(saved(server, second["file"])["traceEvents"]) < 100
 
 
-@pytest.mark.parametrize("file", ["", "../x", "/etc/passwd", "0" * 16 + "-" + "0" * 16 + ".json.gz", "%00", "x.json.gz"])
+@pytest.mark.parametrize(
+    "file", ["", "../x", "/etc/passwd", "0" * 16 + "-" + "0" * 16 + ".json.gz", "%00", "x.json.gz"])
 def test_only_traces_of_ours_are_sent(server: Server, file: str) -> None:
     place(server)
     reply = server.get("trace_file", file=file)

@@ -134,7 +134,7 @@ class TableView {
   cell(column, i, at) {
     const value = column.values[i];
     const text = cell(value, column.unit, column.divisor);
-    const jump = at ? h("button", { type: "button", class: "to-trace", title: "Show in trace (t)", "aria-label": `Show ${text} in the trace`, tabindex: "-1" }, "⌖") : null;
+    const jump = at ? h("button", { type: "button", class: "to-trace", title: "Show in trace (t)", "aria-label": `Show ${text} in the trace`, tabindex: "-1" }) : null;
     if (!column.numeric) return h("td", { title: text.length > 24 ? text : null }, jump, text);
     const style = column.bar && column.largest ? { "--w": `${Math.min(100, 100 * Math.max(0, value ?? 0) / (column.unit === "share" ? Math.max(1, column.largest) : column.largest))}%` } : {};
     return h("td", { class: column.bar ? "number share" : "number", style }, jump, text);

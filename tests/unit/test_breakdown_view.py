@@ -37,6 +37,14 @@ def test_each_part_is_what_its_factor_adds():
     assert parts(table(), windows=2)["act"] == 990  # three instances in a step
 
 
+def test_the_work_itself_is_that_of_the_instances_and_the_rest_goes_to_overlap_and_clock():
+    assert parts(table(total_us=6 * 385.0)) == {
+        "theoretical": 100, "vector": 0, "instruction": 10, "utilization": 110, "overlap": 82.5, "frequency": 82.5,
+        "act": 385, "lost": 285}
+    odd = parts(table(total_us=6 * 165.0))  # most instances are smaller than the median one
+    assert (odd["theoretical"], odd["frequency"], odd["act"]) == (50, 27.5, 165)
+
+
 def test_a_factor_below_1_takes_nothing_away():
     shown = parts(table(ovr_overlap=0.9, ovr_freq=330 / 198))
     assert (shown["overlap"], shown["frequency"]) == (0, 110) and shown["act"] == 330
@@ -125,6 +133,7 @@ def test_run_against_run_says_what_each_factor_costs_more(runs):
                    for r in ("fsdp2", "fsdp1"))
     rows = view.tables["difference"].rows.set_index(["operation", "phase"])
     for key in (("mlp_up", "forward"), ("mlp_dp", "backward")):
+        assert rows.loc[key, "theoretical_us_more"] == pytest.approx(0, abs=1e-9)
         for column in ("act_us", "frequency_us", "overlap_us"):
             assert rows.loc[key, f"{column}_more"] == pytest.approx(other.loc[key, column] - mine.loc[key, column])
     assert any("/" in (bar.marker.pattern.shape or ()) for bar in view.figures["stack"].data)

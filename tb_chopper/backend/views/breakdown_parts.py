@@ -57,8 +57,9 @@ COLUMNS = [*(p.column for p in PARTS), "act_us", "lost_us"]
 
 def with_parts(table: pd.DataFrame, windows: int) -> pd.DataFrame:
     """`table` of overhead_breakdown, one row per operation and phase or finer, with the columns of PARTS, act_us and
-    lost_us: µs per GPU and step (`windows`: how many of these there are). The actual time is that of all instances; the
-    medians' factors divide it.
+    lost_us: µs per GPU and step (`windows`: how many of these there are). The actual time is that of all instances. The
+    work itself, up to utilization, is the median's times the number of instances; overlap and frequency divide what is
+    left as they divide the median's.
 
     lost_us: actual − theoretical time, of vector work − that of its own cycles. A factor below 1 (noise) takes nothing
     away: its part is 0 and the next one smaller, so that the parts add up. NaN where unavailable.
@@ -73,10 +74,19 @@ def with_parts(table: pd.DataFrame, windows: int) -> pd.DataFrame:
     levels = np.stack([theory, np.where(vector, peak, theory), performed, peak, contended, actual])
     levels = np.minimum(np.maximum.accumulate(levels, axis=0), actual)
     known = (table["source"] != UNAVAILABLE).to_numpy() & np.isfinite(levels).all(axis=0)
-    scale = np.divide(table["total_us"], actual, out=np.zeros(len(table)), where=actual > 0) / max(windows, 1)
-    out = table.assign(act_us=actual * scale, lost_us=np.where(known, (actual - levels[1]) * scale, np.nan))
-    for part, values in zip(PARTS, np.diff(levels, axis=0, prepend=0.0), strict=True):
-        out[part.column] = np.where(known, values * scale, np.nan)
+    parts = np.where(known, np.diff(levels, axis=0, prepend=0.0), np.nan)
+    count, total = table["n_instances"].to_numpy(float) / max(windows, 1), table["total_us"].to_numpy(float) / max(
+        windows, 1)
+    fixed = np.arange(len(PARTS))[:, None] < np.where(no_clock, 3, 4)
+    left, above = total - np.nansum(parts * fixed, axis=0) * count, np.nansum(parts * ~fixed, axis=0)
+    # Instances of several sizes have no typical one: then all parts stretch alike.
+    alike = (left >= 0) & (above > 0)
+    even = np.divide(total, actual, out=np.zeros(len(table)), where=actual > 0)
+    stretch = np.where(fixed, count, np.divide(left, above, out=np.zeros(len(table)), where=above > 0))
+    parts = parts * np.where(alike, stretch, even)
+    out = table.assign(act_us=total, lost_us=np.where(known, total - parts[:2].sum(axis=0), np.nan))
+    for part, values in zip(PARTS, parts, strict=True):
+        out[part.column] = values
     return out
 
 

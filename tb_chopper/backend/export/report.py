@@ -61,8 +61,9 @@ def _views(run: Run, compare: Run | None, progress: Progress | None) -> Iterator
 def _once(views: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """What every tab says on top (findings, banners) on top of the page alone; the findings' own view lists them."""
     told = max(views, key=lambda v: len(v["findings"]))
+    common = [b for b in told["banners"] if sum(b in v["banners"] for v in views) > 1]
     for i, view in enumerate(views):
-        view["banners"] = told["banners"] if i == 0 else []
+        view["banners"] = [*(common if i == 0 else []), *(b for b in view["banners"] if b not in common)]
         view["findings"] = told["findings"] if i == 0 or view["name"] == "findings" else []
     return views
 

@@ -47,8 +47,8 @@ function headline({ kernel, where, source }) {
 async function open(place, perfetto, say, signal) {
   if (frame.file !== place.file) {
     frame.file = place.file;
-    frame.opened = load(place, perfetto, say);
-    frame.opened.catch(() => { frame.file = ""; });
+    const opened = (frame.opened = load(place, perfetto, say));
+    opened.catch(() => { if (frame.opened === opened) frame.file = ""; }); // the next visit tries again
   }
   await frame.opened;
   signal.throwIfAborted();

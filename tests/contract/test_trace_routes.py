@@ -146,6 +146,14 @@ def test_a_trace_that_is_augmented_already_is_one_line(server: Server, tmp_path:
     assert len(reply.text.splitlines()) == 1
 
 
+@pytest.mark.parametrize("content", ["\0\1nothing", TraceBuilder().text()])
+def test_a_run_without_activity_is_one_line(tmp_path: Path, content: str) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "w.pt.trace.json").write_text(content)
+    reply = Server(tmp_path).settled("trace", run="run")
+    assert reply.status_code == 400 and "the Findings tab has more" in reply.text and len(reply.text.splitlines()) == 1
+
+
 def test_a_damaged_trace_gives_what_is_whole(tmp_path: Path) -> None:
     text = TraceBuilder().training_step(0, 0).text()
     (tmp_path / "run").mkdir()

@@ -31,6 +31,8 @@ class Place:
 
 def place(run: Run, selection: Selection, at: str | None = None) -> Place:
     """The first worker of the selection, or the one of the kernel that `at` names. InvalidSelection where none is."""
+    if not len(run.workers):
+        raise InvalidSelection("no file of this run holds a kernel, a copy or an operator; the Findings tab has more")
     if at:
         kernel = trace_link.find(run.kernels, at)
         worker = run.workers[run.workers["capture"] == kernel["capture"]].iloc[0]

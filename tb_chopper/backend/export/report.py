@@ -172,7 +172,8 @@ def markdown(name: str, views: list[dict[str, Any]]) -> str:
     """Headlines, key figures and the first rows of the tables."""
     lines = [f"# {_cell(name)}", ""]
     for view in views:
-        lines += [f"## {view['title']}", "", _cell(view["headline"]), ""]
+        notes = [line for b in view["banners"] for line in (f"> {_cell(b)}", "")]
+        lines += [f"## {view['title']}", "", *notes, _cell(view["headline"]), ""]
         if view["key_figures"]:
             lines += _grid(["", "", ""], [
                 [k["label"], _quantity(k["value"], k["unit"]) + _source(k["source"]), k["note"]]

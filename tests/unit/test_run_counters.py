@@ -108,3 +108,15 @@ def test_the_user_tells_the_peaks(directory):
     assert run.hardware[0].peak("bf16") == (1e15, 2000.0)
     mine, table = (r.overhead_breakdown().set_index("operation")["d_thr_us"]["mlp_up"] for r in (run, default))
     assert mine / table == pytest.approx(1307.4432 / 1000)
+
+
+def test_peaks_on_the_command_line(directory, tmp_path, capsys):
+    from tb_chopper import cli
+
+    out = tmp_path / "report.md"
+    assert cli.main(["report", str(directory), "-o", str(out), "--hardware", "units=304,peak_tflops=2614.9"]) == 0
+    assert "would be faster than the peak" not in out.read_text()
+    assert cli.main(["report", str(directory), "-o", str(out), "--hardware", "peak_tflops=600,f_peak_mhz=2100"]) == 0
+    assert "faster than the peak allows" in out.read_text()
+    assert cli.main(["report", str(directory), "-o", str(out), "--hardware", "peak=600"]) == 2
+    assert "no property of a GPU" in capsys.readouterr().err

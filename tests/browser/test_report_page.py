@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,20 +10,11 @@ import pytest
 import tb_chopper
 from tb_chopper.backend.export import report
 from tb_chopper.backend.views import REGISTRY
+from tests.browser.page import CHROMIUM
 from tests.builders import TraceBuilder
 
-sync_api = pytest.importorskip("playwright.sync_api")
-CHROMIUM = next((p for p in ("/usr/bin/chromium", "/usr/bin/chromium-browser") if os.path.exists(p)), "")
 pytestmark = [pytest.mark.browser, pytest.mark.skipif(not CHROMIUM, reason="needs Chromium")]
 HOSTILE = "<img src=x onerror=document.title='broken'>" + "k" * 5000
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with sync_api.sync_playwright() as playwright:
-        found = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
-        yield found
-        found.close()
 
 
 @pytest.fixture(scope="module")

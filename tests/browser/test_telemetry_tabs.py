@@ -13,10 +13,9 @@ import pandas as pd
 import pytest
 
 from tb_chopper.backend.simulate import Options, simulate
-from tests.browser.test_tabs import ARGUMENTS, CHROMIUM, CONTRAST, Tab, TensorBoard, table_rows
+from tests.browser.page import CHROMIUM, CONTRAST, Tab, TensorBoard, table_rows
 from tests.unit import sampled_runs
 
-sync_api = pytest.importorskip("playwright.sync_api")
 pytestmark = [pytest.mark.browser, pytest.mark.skipif(not CHROMIUM, reason="needs Chromium")]
 
 SLOW = "slow"
@@ -43,23 +42,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TensorBoard]:
     server = TensorBoard(folder)
     yield server
     server.stop()
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with sync_api.sync_playwright() as playwright:
-        chromium = playwright.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
-        yield chromium
-        chromium.close()
-
-
-@pytest.fixture
-def tab(browser: Any, server: TensorBoard) -> Iterator[Tab]:
-    tab = Tab(browser, server)
-    yield tab
-    complaints = list(tab.complaints)
-    tab.context.close()
-    assert complaints == []
 
 
 @pytest.fixture(scope="module")

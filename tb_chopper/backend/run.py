@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 
 from tb_chopper.backend import capture as captures
-from tb_chopper.backend import counter_run, hardware, logdir, schema, workers
+from tb_chopper.backend import counter_run, hardware, logdir, rules, schema, workers
 from tb_chopper.backend.alignment import counters as counter_alignment
 from tb_chopper.backend.alignment import ranks
 from tb_chopper.backend.alignment.counters import Alignment
@@ -202,6 +202,11 @@ class Run:
                             *self._comparable[1], *collectives.findings(*self._arrived()),
                             *self._snapshots[1], *self.telemetry.findings])
 
+    @lazy
+    def diagnosis(self) -> list[Finding]:
+        """What costs time in this training and what to do about it, the largest gain first (docs/diagnosis.md)."""
+        return rules.diagnose(self)
+
     # -- metrics: definitions in docs/metrics.md -------------------------------------------------------------------
 
     def timeline(self, by: By = "gpu", where: Where = None) -> pd.DataFrame:
@@ -301,10 +306,14 @@ class Run:
         """Lead summed per GPU and step, beside its time; see metrics.stragglers.step_leads."""
         return stragglers.step_leads(self.leads, self._comparable_steps)
 
+    @lazy
+    def own_times(self) -> pd.DataFrame:
+        """Time of each GPU's steps, with and without waiting for others; see metrics.stragglers.own_times."""
+        return stragglers.own_times(self._arrived()[0], self._comparable_steps)
+
     def what_if(self) -> pd.DataFrame:
         """The step time if a GPU, or all, were as fast as the median; see metrics.stragglers.what_if."""
-        own = stragglers.own_times(self._arrived()[0], self._comparable_steps)
-        return stragglers.what_if(own, self.imbalance())
+        return stragglers.what_if(self.own_times, self.imbalance())
 
     def imbalance(self) -> pd.DataFrame:
         """Compute, clock, power and temperature of the GPUs side by side; see metrics.stragglers.imbalance."""

@@ -1,0 +1,42 @@
+"""The diagnosis: one file per rule, `rule(run) -> list[Finding]`. No evidence, no finding (docs/diagnosis.md)."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import math
+from typing import TYPE_CHECKING
+
+from tb_chopper.backend.findings import Finding
+from tb_chopper.backend.rules.diagnosis import Diagnosis
+
+if TYPE_CHECKING:
+    from tb_chopper.backend.run import Run
+
+LOG = logging.getLogger(__name__)
+
+RULES: tuple[str, ...] = (
+    "slow_gpu",
+)
+"""Modules of this package. A diagnosis has the name of its rule as `code`, or a name that begins with it."""
+
+
+def diagnose(run: Run) -> list[Finding]:
+    """What every rule finds in a run, the largest gain first; without a known gain, warnings before infos.
+
+    A rule that fails costs only itself: the finding `rule_failed` names it.
+    """
+    found: list[Finding] = []
+    for name in RULES:
+        try:
+            found += importlib.import_module(f"{__name__}.{name}").rule(run)
+        except Exception as error:
+            LOG.exception("rule %s", name)
+            found.append(Finding("rule_failed", "warning", f"the rule {name} failed with {type(error).__name__}: "
+                                 f"{error}; the other rules are not concerned"))
+    return sorted(found, key=_rank)
+
+
+def _rank(finding: Finding) -> tuple[float, int]:
+    gain = finding.gain_ms if isinstance(finding, Diagnosis) else None
+    return (-gain if gain is not None and math.isfinite(gain) else 0.0, finding.severity != "warning")

@@ -1,0 +1,55 @@
+"""What a rule says: what costs time, the numbers that show it, its likely cause, the remedy and what it would gain."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+from tb_chopper.backend.findings import Finding, Severity
+from tb_chopper.backend.rules import thresholds
+
+if TYPE_CHECKING:
+    from tb_chopper.backend.run import Run
+
+
+class Evidence(NamedTuple):
+    """One number behind a diagnosis. `unit` is one of the units of views (us, share, bytes, ...); "" for a count."""
+
+    label: str
+    value: float | str
+    unit: str = ""
+
+
+@dataclass(frozen=True)
+class Diagnosis(Finding):
+    """A finding about the training itself.
+
+    `title`: what costs time, in a few words; `message`: one sentence with the numbers. `gain_ms`: milliseconds per step
+    that the remedy would save (estimated by what `gain_how` says), None where it cannot be told. `view` and `selection`
+    (gpu, step, by, focus) name the tab that shows it; `kernel` is one for the Trace tab (`at` of views.trace_link).
+    """
+
+    title: str = ""
+    evidence: tuple[Evidence, ...] = ()
+    cause: str = ""
+    remedy: str = ""
+    gain_ms: float | None = None
+    gain_how: str = ""
+    gpus: tuple[int, ...] = ()
+    steps: tuple[int, ...] = ()
+    view: str = ""
+    selection: Mapping[str, int | str] = field(default_factory=dict)
+    kernel: str = ""
+
+
+def step_ms(run: Run) -> float | None:
+    """Median time of a step on its slowest GPU, in ms; None without complete steps."""
+    times = run.own_times
+    return float(times.groupby("step")["time_us"].max().median()) / 1000 if len(times) else None
+
+
+def severity(gain_ms: float | None, of_ms: float | None) -> Severity:
+    """`warning` where the gain is a large part of a step, else `info`."""
+    large = gain_ms is not None and of_ms is not None and gain_ms >= thresholds.LARGE_GAIN * of_ms
+    return "warning" if large else "info"

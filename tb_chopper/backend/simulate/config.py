@@ -64,6 +64,8 @@ class Gpu:
     """power of the memory under a training load"""
     link_bytes_per_s: float
     """bus bandwidth that a ring collective reaches inside a host"""
+    peer_bytes_per_s: float
+    """bandwidth of a message between two GPUs of a host"""
 
     @property
     def peak_flop_per_s(self) -> float:
@@ -86,6 +88,7 @@ MI300X = Gpu(
     dynamic_w=1500,
     memory_w=105,
     link_bytes_per_s=285e9,
+    peer_bytes_per_s=46e9,
 )
 H200 = Gpu(
     "NVIDIA H200",
@@ -103,6 +106,7 @@ H200 = Gpu(
     dynamic_w=860,
     memory_w=110,
     link_bytes_per_s=360e9,
+    peer_bytes_per_s=330e9,
 )
 
 

@@ -7,12 +7,17 @@ second while a collective runs on the same GPU and with `clock` otherwise.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from tb_chopper.backend.simulate.config import Config, Gpu
 from tb_chopper.backend.simulate.workload import Kernel
 
 COLLECTIVE_LATENCY_NS = 24_000
+MESSAGE_LATENCY_NS = 9_000
+BETWEEN_HOSTS = 6.0
+"""How many times slower than inside a host a transfer through the network is."""
 COPY_LATENCY_NS = 1_800
 """Start and completion of a copy between host and device."""
 POWER_MEMORY_NS = 20_000_000
@@ -39,12 +44,25 @@ def theoretical_ns(kernel: Kernel, gpu: Gpu) -> float:
     return kernel.bytes / gpu.memory_bytes_per_s * 1e9
 
 
-def transfer_ns(name: str, n_bytes: float, config: Config) -> float:
-    """Time of a collective from the last rank's arrival on: ring formula over the bus bandwidth."""
-    ranks = config.ranks
-    factor = (2.0 if name == "allreduce" else 1.0) * (ranks - 1) / ranks
-    between_hosts = 1.0 if config.hosts == 1 else 6.0
-    return COLLECTIVE_LATENCY_NS + n_bytes * factor / config.gpu.link_bytes_per_s * 1e9 * between_hosts
+def transfer_ns(name: str, n_bytes: float, config: Config, members: Sequence[int] = ()) -> float:
+    """Time of a collective, or of a message (`send`), from the arrival of the last of its ranks on.
+
+    `members`: the ranks that take part; of a message its sender and receiver; empty: all ranks. A collective moves
+    (n - 1) / n of its bytes, an all-reduce twice that, over the bus bandwidth of a ring; a message moves all of its
+    bytes over the link of two GPUs.
+    """
+    n = len(members) or config.ranks
+    message = name == "send"
+    factor = 1.0 if message else (2.0 if name == "allreduce" else 1.0) * (n - 1) / n
+    link = config.gpu.peer_bytes_per_s if message else config.gpu.link_bytes_per_s
+    latency = MESSAGE_LATENCY_NS if message else COLLECTIVE_LATENCY_NS
+    return latency + n_bytes * factor / link * 1e9 * slowdown(config, members)
+
+
+def slowdown(config: Config, members: Sequence[int] = ()) -> float:
+    """How many times slower than the links inside a host the slowest link between these ranks is."""
+    hosts = {rank // config.gpus_per_host for rank in members or range(config.ranks)}
+    return 1.0 if len(hosts) == 1 else BETWEEN_HOSTS
 
 
 class PowerController:

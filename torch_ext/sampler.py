@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from torch_ext import owners, telemetry_format
+from torch_ext import owners, telemetry_format, topology
 from torch_ext.sources import Gpu, GpuSource, Sample, Unavailable, open_gpu_sources
 from torch_ext.sources.cpu import Cpu
 from torch_ext.telemetry_format import line
@@ -239,6 +239,7 @@ def _sample(out: Path, hz: float | None, pids: Callable[[], list[int]], keep_goi
     sampler = Sampler(log, sources, cpu, hz or DEFAULT_HZ, host)
     if not sources:
         sampler.note(f"no GPU is sampled ({'; '.join(missing)})")
+    topology.record(out, host, sampler.note)
     try:
         sampler.run(pids, keep_going, CPU_BUDGET if hz is None else None)
     finally:

@@ -28,10 +28,13 @@ SIDECAR = ".chopper.json"
 TELEMETRY = ".telemetry.csv"
 SNAPSHOT_PATTERN = r"snapshot.*\.(pickle|pkl)$"
 """Names of memory snapshots, wherever in the name it stands: rank0_memory_snapshot.pickle (torchtitan)."""
+TOPOLOGY_PATTERN = r"(?:^|\.)topology\.(?:txt|json)$"
+"""Names of files that tell how GPUs are linked: node0.topology.txt, topology.txt (docs/topology.md)."""
 COUNTERS = "counters"
 
 _TRACES = [re.compile(p) for p in TRACE_PATTERNS]
 _SNAPSHOT = re.compile(SNAPSHOT_PATTERN, re.IGNORECASE)
+_TOPOLOGY = re.compile(TOPOLOGY_PATTERN)
 _STEM = re.compile(r"(?:\.pt\.trace)?\.json(?:\.gz)?$")
 _RANK = re.compile(r"(?:^|[^A-Za-z])rank[-_]?(\d+)|_r(\d+)(?:_|$)", re.IGNORECASE)
 
@@ -75,12 +78,13 @@ class RunFiles:
     telemetry: tuple[File, ...] = ()
     counters: tuple[File, ...] = ()
     snapshots: tuple[File, ...] = ()
+    topology: tuple[File, ...] = ()
 
     @property
     def files(self) -> tuple[File, ...]:
         """Every file that the run's numbers come from."""
         sidecars = tuple(t.sidecar for t in self.traces if t.sidecar)
-        return (*self.traces, *sidecars, *self.telemetry, *self.counters, *self.snapshots)
+        return (*self.traces, *sidecars, *self.telemetry, *self.counters, *self.snapshots, *self.topology)
 
 
 Listing = dict[str, dict[str, File]]
@@ -173,7 +177,9 @@ def _run(root: Path | Url, directory: str, listing: Listing) -> RunFiles | None:
     telemetry = [f for name, f in files.items() if name.endswith(TELEMETRY)]
     path = root if directory == "." else _join(root, directory)
     snapshots = [f for name, f in files.items() if _SNAPSHOT.search(name)]
-    return RunFiles(directory, path, traces, _sorted(telemetry), _sorted(counters), _sorted(snapshots))
+    topology = [f for name, f in files.items() if _TOPOLOGY.search(name)]
+    return RunFiles(directory, path, traces, _sorted(telemetry), _sorted(counters), _sorted(snapshots),
+                    _sorted(topology))
 
 
 def _trace(file: File, worker: str, span: int, beside: Mapping[str, File]) -> TraceFile:
@@ -199,7 +205,8 @@ def _natural(name: str) -> list[tuple[int, str]]:
 
 
 def _wanted(name: str, below_counters: bool) -> bool:
-    ours = below_counters or name.endswith((SIDECAR, TELEMETRY)) or bool(_match(name) or _SNAPSHOT.search(name))
+    ours = below_counters or name.endswith((SIDECAR, TELEMETRY)) or bool(
+        _match(name) or _SNAPSHOT.search(name) or _TOPOLOGY.search(name))
     return ours and not name.startswith(".")
 
 

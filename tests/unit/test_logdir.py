@@ -133,3 +133,12 @@ def test_no_run(tmp_path: Path) -> None:
     assert "chopper_trace_handler" in why_no_run(tmp_path)
     with pytest.raises(NotFound):
         find_runs("nosuchstore://x")
+
+
+def test_topology_files(tmp_path: Path) -> None:
+    """One file per host, by either ending; what only sounds like it is none."""
+    touch(tmp_path, "w.pt.trace.json", "node0.topology.txt", "node1.topology.json", "topology.txt", "mytopology.txt",
+          "topology.csv", ".node0.topology.txt.17")
+    run = find_runs(tmp_path)[0]
+    assert [f.path.name for f in run.topology] == ["node0.topology.txt", "node1.topology.json", "topology.txt"]
+    assert set(run.topology) <= set(run.files)

@@ -57,6 +57,7 @@ COLUMNS = (
     Column("sm_activity_pct", ("gpu",), "share of compute units that had work (GPM)"),
     Column("sm_occupancy_pct", ("gpu",), "occupancy of compute units (GPM)"),
     Column("tensor_activity_pct", ("gpu",), "share of time of the matrix pipes (GPM)"),
+    Column("memory_used_bytes", ("gpu",), "memory of the device in use, as the driver counts: all processes"),
     Column("clock_limit_mhz", ("gpu",), "highest engine clock of the device; empty: as before"),
     Column("power_limit_w", ("gpu",), "power cap in force; empty: as before"),
     Column("throttle", ("gpu",), "reason:percent of the time since the previous sample, `none` where known to be free"),

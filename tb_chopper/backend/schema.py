@@ -19,7 +19,7 @@ from pandas.api.types import union_categoricals
 
 from tb_chopper.backend.findings import Finding
 
-VERSION = 2
+VERSION = 3
 """Raised whenever a table changes: caches of another version are not read."""
 
 MISSING = -1
@@ -208,6 +208,7 @@ TELEMETRY: Table = (
     Column("sm_activity_pct", "float64", "%", "share of compute units that had work"),
     Column("sm_occupancy_pct", "float64", "%", "occupancy of compute units"),
     Column("tensor_activity_pct", "float64", "%", "share of time of the matrix pipes"),
+    Column("memory_used_bytes", "float64", "B", "memory of the device in use, as the driver counts: all processes"),
     Column("clock_limit_mhz", "float64", "MHz", "highest engine clock of the device"),
     Column("power_limit_w", "float64", "W", "power cap in force"),
     Column("throttle", "category", "", "reason:percent of time since the previous sample; none; null: unknown"),

@@ -136,6 +136,26 @@ def test_rocm_smi_names_with_units(tmp_path):
     assert sample[["temperature_c", "clock_mhz", "power_w", "activity_pct"]].tolist() == [61, 2100, 700, 99]
 
 
+@pytest.mark.parametrize("header, value, used", [
+    ("memory.used [MiB]", "40960 MiB", 40960 * 2**20), ("memory.used [MiB]", "40960", 40960 * 2**20),
+    ("memory.used [MiB]", "[N/A]", None), ("used_vram", "283", 283 * 2**20),
+    ("VRAM Total Used Memory (B)", "297046016", 297046016), ("memory_used_bytes", "65536000", 65536000),
+    ("vram_used_bytes", "297771008", 297771008)])
+def test_used_memory_in_bytes(tmp_path, header, value, used):
+    """nvidia-smi and amd-smi count in powers of 1024 (their manuals), rocm-smi in bytes."""
+    log = read(tmp_path, f"timestamp,gpu,power_w,{header}\n1774958400.5,0,300,{value}\n")
+    found = column(log, "memory_used_bytes")
+    assert np.isnan(found).all() if used is None else found == [used]
+
+
+def test_used_memory_of_dmon(tmp_path):
+    """`nvidia-smi dmon -s pum`: fb is the frame buffer in MB (powers of 1024)."""
+    log = read(tmp_path, "#Date Time gpu pwr sm mem fb bar1\n#YYYYMMDD HH:MM:SS Idx W % % MB MB\n"
+                         "20260331 12:00:00 0 300 98 40 61440 5\n", time_zone="UTC")
+    assert column(log, "memory_used_bytes") == [60 * 2**30]
+    assert column(log, "memory_activity_pct") == [40]
+
+
 def test_running_total_under_the_name_of_a_percentage(tmp_path):
     log = read(tmp_path, "timestamp,gpu,gfx_activity,socket_power\n1754586812,0,110778690,700\n")
     assert np.isnan(column(log, "activity_pct")).all() and "telemetry_not_a_percentage" in codes(log)

@@ -38,6 +38,9 @@ class FakeAmdSmi(ModuleType):
     class AmdSmiClkType:
         GFX = 0
 
+    class AmdSmiMemoryType:
+        VRAM = 0
+
     def __init__(self, *tables: object) -> None:
         super().__init__("amdsmi")
         self.tables = list(tables)
@@ -63,6 +66,9 @@ class FakeAmdSmi(ModuleType):
     def amdsmi_get_gpu_device_bdf(self, handle: int) -> str:
         return f"0000:{handle + 5:02x}:00.0"
 
+    def amdsmi_get_gpu_memory_usage(self, handle: int, kind: int) -> int:
+        return 68_719_476_736
+
     def amdsmi_get_clock_info(self, handle: int, kind: int) -> dict[str, object]:
         return {"clk": 1900, "min_clk": 132, "max_clk": 2100, "clk_locked": False, "clk_deep_sleep": NA}
 
@@ -85,7 +91,7 @@ def test_amd_sample(amdsmi):
     assert sample == {
         "clock_mhz": 1900, "memory_clock_mhz": 1300, "power_w": 747, "energy_j": pytest.approx(10e9 * 15.3e-6),
         "temperature_c": 63, "memory_temperature_c": 51, "activity_pct": 98, "memory_activity_pct": 41,
-        "throttle": None}  # a share needs two tables
+        "memory_used_bytes": 68_719_476_736, "throttle": None}  # a share needs two tables
     assert source.limits(0) == {"clock_limit_mhz": 2100, "power_limit_w": 750}
 
 
@@ -207,6 +213,9 @@ class FakeNvml(ModuleType):
     def nvmlDeviceGetUtilizationRates(self, h: int) -> object:
         return self._answer("rates", SimpleNamespace(gpu=99, memory=47))
 
+    def nvmlDeviceGetMemoryInfo(self, h: int) -> object:
+        return self._answer("memory", SimpleNamespace(total=85_520_809_984, used=42_949_672_960, free=0))
+
     def nvmlDeviceGetCurrentClocksEventReasons(self, h: int) -> object:
         return self._answer("reasons", self.reasons)
 
@@ -250,7 +259,7 @@ def test_nvml_sample(fake_nvml):
     assert source.read(0) == {
         "power_w": pytest.approx(650.25), "energy_j": pytest.approx(5e9), "memory_temperature_c": 71, "clock_mhz": 1755,
         "memory_clock_mhz": 2619, "temperature_c": 58, "activity_pct": 99, "memory_activity_pct": 47,
-        "throttle": "power:100"}
+        "memory_used_bytes": 42_949_672_960, "throttle": "power:100"}
     assert source.limits(0) == {"clock_limit_mhz": 1980, "power_limit_w": pytest.approx(700)}
 
 
@@ -307,6 +316,7 @@ def sysfs_card(root: Path, number: int, **files: str) -> None:
     (root / f"card{number}" / "device").symlink_to(device)
     defaults = {
         "vendor": "0x1002", "gpu_busy_percent": "97", "mem_busy_percent": "35",
+        "mem_info_vram_used": "34359738368",
         "pp_dpm_sclk": "0: 132Mhz\n1: 1712Mhz *\n2: 2100Mhz\n", "pp_dpm_mclk": "0: 900Mhz\n1: 1300Mhz *\n",
         "hwmon/hwmon3/power1_average": "551000000", "hwmon/hwmon3/power1_cap": "750000000",
         "hwmon/hwmon3/freq1_input": "1698000000", "hwmon/hwmon3/freq1_label": "sclk",
@@ -327,7 +337,7 @@ def test_sysfs_sample(tmp_path):
     assert source.gpus == [(None, "0000:2a:00.0")]
     assert source.read(0) == pytest.approx({
         "clock_mhz": 1698, "memory_clock_mhz": 1300, "power_w": 551, "temperature_c": 61, "memory_temperature_c": 52,
-        "activity_pct": 97, "memory_activity_pct": 35})
+        "activity_pct": 97, "memory_activity_pct": 35, "memory_used_bytes": 34_359_738_368})
     assert source.limits(0) == {"clock_limit_mhz": 2100, "power_limit_w": 750}
     (tmp_path / "devices" / "0000:2A:00.0" / "hwmon/hwmon3/power1_average").write_text("0\n")
     assert source.read(0)["power_w"] is None, "a die without a sensor of its own"

@@ -54,7 +54,8 @@ class AmdSmi:
     def read(self, i: int) -> Sample:
         metrics = self._smi.amdsmi_get_gpu_metrics_info(self._handles[i])
         previous, self._residency[i] = self._residency[i], residencies(metrics)
-        return {**values(metrics, self._energy_unit_j[i]), "throttle": reasons(metrics, previous, self._residency[i])}
+        return {**values(metrics, self._energy_unit_j[i]), "memory_used_bytes": self._memory_used(self._handles[i]),
+                "throttle": reasons(metrics, previous, self._residency[i])}
 
     def limits(self, i: int) -> Sample:
         clock = self._ask("amdsmi_get_clock_info", self._handles[i], self._smi.AmdSmiClkType.GFX) or {}
@@ -74,6 +75,10 @@ class AmdSmi:
     def _market_name(self, handle: Any) -> str | None:
         name = (self._ask("amdsmi_get_gpu_asic_info", handle) or {}).get("market_name")
         return None if name == "N/A" else name
+
+    def _memory_used(self, handle: Any) -> float | None:
+        kinds = getattr(self._smi, "AmdSmiMemoryType", None)
+        return number(self._ask("amdsmi_get_gpu_memory_usage", handle, kinds.VRAM)) if kinds else None
 
     def _energy_unit(self, handle: Any) -> float:
         count = self._ask("amdsmi_get_energy_count", handle) or {}

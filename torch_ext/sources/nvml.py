@@ -84,6 +84,8 @@ class _Device:
         rates = ask("utilization", lambda: nvml.nvmlDeviceGetUtilizationRates(handle))
         if rates is not None:
             sample["activity_pct"], sample["memory_activity_pct"] = number(rates.gpu), number(rates.memory)
+        memory = ask("memory", lambda: nvml.nvmlDeviceGetMemoryInfo(handle))
+        sample["memory_used_bytes"] = None if memory is None else number(memory.used)
         sample["throttle"] = self._throttle()
         if self._gpm is not None:
             sample.update(ask("gpm", self._gpm.read) or {})

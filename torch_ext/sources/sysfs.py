@@ -48,6 +48,7 @@ class _Card:
             "memory_temperature": _open(labels.get("mem", hwmon / "temp3_input")),
             "activity": _open(device / "gpu_busy_percent"),
             "memory_activity": _open(device / "mem_busy_percent"),
+            "memory_used": _open(device / "mem_info_vram_used"),
             "power_cap": _open(hwmon / "power1_cap"),
             "clock_levels": _open(device / "pp_dpm_sclk"),
             "memory_clock_levels": _open(device / "pp_dpm_mclk"),
@@ -66,6 +67,7 @@ class _Card:
             "memory_temperature_c": scaled(positive(self._value("memory_temperature")), 1e-3),
             "activity_pct": self._value("activity"),
             "memory_activity_pct": self._value("memory_activity"),
+            "memory_used_bytes": self._value("memory_used"),
         }
 
     def limits(self) -> Sample:

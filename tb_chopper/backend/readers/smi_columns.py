@@ -25,7 +25,9 @@ ENERGY_UNIT_UJ = 15.259
 """AMD's energy accumulator, where the log does not tell its unit"""
 _NUMBER = re.compile(r"[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?")
 _VALUE = r"^\(?([-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?)\s*([A-Za-zµ%°/]*)\)?$"
-SCALES = {"mw": 1e-3, "kw": 1e3, "ghz": 1e3, "khz": 1e-3, "mj": 1e-3, "kj": 1e3}
+SCALES = {"mw": 1e-3, "kw": 1e3, "ghz": 1e3, "khz": 1e-3, "mj": 1e-3, "kj": 1e3,
+          "b": 1.0, "kib": 2.0**10, "kb": 2.0**10, "mib": 2.0**20, "mb": 2.0**20, "gib": 2.0**30, "gb": 2.0**30}
+"""Factors to the unit of a column; the tools' MB of memory are powers of 1024."""
 _UNIT = re.compile(r"\s*[\[(]([^\])]*)[\])]\s*:?$|:$")
 
 # In order of preference: several names of a column may stand side by side.
@@ -55,6 +57,8 @@ NAMES: dict[str, tuple[str, ...]] = {
     "memory_activity_pct": (
         r"average_umc_activity", r"umc_activity", r"utilization\.memory", r"mem", r"memory_activity_pct",
         r"gpu memory read/write activity"),
+    "memory_used_bytes": (
+        r"memory\.used", r"used_vram", r"vram_used(_bytes)?", r"vram total used memory", r"fb", r"memory_used_bytes"),
     "clock_limit_mhz": (r"gfx_0_max_clk", r"clocks\.max\.sm", r"clock_limit_mhz"),
     "power_limit_w": (
         r"enforced\.power\.limit", r"power\.limit", r"power_cap_watts", r"max graphics package power",
@@ -187,6 +191,8 @@ def numbers(texts: pd.Series, column: str) -> np.ndarray:
     values = pd.to_numeric(parts[0], errors="coerce").to_numpy(np.float64)
     unit = _UNIT.search(str(texts.name).strip())
     default = (unit.group(1) or "").lower() if unit else ""
+    if not default and column == "memory_used_bytes" and not str(texts.name).strip().lower().endswith("bytes"):
+        default = "mib"  # amd-smi and dmon name none in the table
     scale = parts[1].fillna("").str.lower().replace("", default).map(SCALES).fillna(1.0)
     values = values * scale.to_numpy(np.float64)
     for text in texts[texts.str.startswith("[")].unique():

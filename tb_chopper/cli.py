@@ -13,7 +13,7 @@ from tb_chopper import __version__
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code 0 on success, 2 with one clear line on stderr otherwise."""
+    """Exit code 0 on success, 1 for what --fail-on names, 2 with one clear line on stderr otherwise."""
     argv = sys.argv[1:] if argv is None else argv
     arguments = _parser(argv).parse_args(argv)
     from tb_chopper.backend.errors import ChopperError
@@ -52,10 +52,16 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
 
 
 def _add_analyze(parser: argparse.ArgumentParser) -> None:
+    from tb_chopper.backend import analyze
+    from tb_chopper.backend.rules import RULES
+
     parser.add_argument("path", metavar="PATH")
     parser.add_argument("--json", action="store_true", help="for machines; layout in docs/api.md")
     parser.add_argument("--communication", metavar="REGEX", action="append", default=[],
                         help="a further pattern of communication kernels (repeatable)")
+    parser.add_argument("--fail-on", metavar="RULE", action="append", default=[], choices=analyze.FAIL_ON,
+                        help="exit with 1 if the diagnosis finds this: warning, info (any), or the code of a rule "
+                             f"(repeatable): {', '.join(RULES)}")
     parser.set_defaults(run=_analyze)
 
 
@@ -130,7 +136,9 @@ def _analyze(arguments: argparse.Namespace) -> int:
     else:
         print(analyze.text(result))
     if any(run["workers"] for run in result["runs"]):
-        return 0
+        if failed := analyze.failing(result, arguments.fail_on):
+            print(f"tb-chopper: found {', '.join(failed)} (--fail-on)", file=sys.stderr)
+        return 1 if failed else 0
     from tb_chopper.backend.errors import UnreadableFile
 
     raise UnreadableFile(analyze.why_nothing(result))

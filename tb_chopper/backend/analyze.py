@@ -12,12 +12,18 @@ import pandas as pd
 from tb_chopper.backend import logdir
 from tb_chopper.backend.capture import Progress
 from tb_chopper.backend.errors import NotFound
-from tb_chopper.backend.findings import Finding
+from tb_chopper.backend.findings import SEVERITIES, Finding
+from tb_chopper.backend.rules import RULES
+from tb_chopper.backend.rules.diagnosis import Diagnosis, step_ms
 from tb_chopper.backend.run import Run
 
 SCHEMA_VERSION = 1
 GPU_TIME = ("compute", "communication", "memcpy", "overlap", "exposed_communication", "exposed_memcpy", "busy", "idle",
             "total")
+TOP = 3
+"""Diagnoses of the text report; the JSON has all."""
+FAIL_ON = ("warning", "info", *RULES)
+"""What may be asked of `failing`."""
 LAUNCH = ("prep", "call", "call_under_communication", "launch", "graph", "unattributed")
 
 
@@ -48,7 +54,29 @@ def of_run(run: Run) -> dict[str, Any]:
             "findings": [_finding(f) for f in run.findings if f.file == worker["file"]],
         })
     files = {w["file"] for w in workers}
-    return {"run": run.name, "workers": workers, "findings": [_finding(f) for f in run.findings if f.file not in files]}
+    return {"run": run.name, "workers": workers, "step_ms": _rounded(step_ms(run)),
+            "diagnosis": [_diagnosis(f) for f in run.diagnosis if isinstance(f, Diagnosis)],
+            "findings": [_finding(f) for f in (*run.findings, *run.diagnosis)
+                         if f.file not in files and not isinstance(f, Diagnosis)]}
+
+
+def failing(result: dict[str, Any], fail_on: Sequence[str]) -> list[str]:
+    """The codes of the diagnoses that `fail_on` names: by code, or by severity (that one and worse); see FAIL_ON."""
+    severities = {s for name in fail_on if name in SEVERITIES for s in SEVERITIES[: SEVERITIES.index(name) + 1]}
+    return sorted({d["code"] for run in result["runs"] for d in run["diagnosis"]
+                   if d["code"] in fail_on or d["severity"] in severities})
+
+
+def _diagnosis(found: Diagnosis) -> dict[str, Any]:
+    return {"code": found.code, "severity": found.severity, "title": found.title, "message": found.message,
+            "evidence": [{"label": e.label, "value": e.value if isinstance(e.value, str) else _rounded(e.value),
+                          "unit": e.unit} for e in found.evidence],
+            "cause": found.cause, "remedy": found.remedy, "gain_ms": _rounded(found.gain_ms),
+            "gain_how": found.gain_how, "gpus": list(found.gpus), "steps": list(found.steps), "view": found.view}
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None or not math.isfinite(value) else round(float(value), 6)
 
 
 def _records(frame: pd.DataFrame) -> list[dict[str, Any]]:
@@ -89,6 +117,23 @@ def text(result: dict[str, Any]) -> str:
     return "\n\n".join(_run_text(run) for run in result["runs"])
 
 
+def _diagnosis_text(run: dict[str, Any]) -> list[str]:
+    """The diagnoses with the largest gains, a line and its remedy each."""
+    found, step = run["diagnosis"], run["step_ms"]
+    if not found:
+        return []
+    lines = [f"  What costs time{f' in a step of {_duration(step * 1e3)}' if step else ''}"]
+    for place, d in enumerate(found[:TOP], 1):
+        gain = d["gain_ms"]
+        share = f" ({gain / step:.1%})" if gain is not None and step else ""
+        gains = f": about {_duration(gain * 1e3)} per step{share}" if gain is not None else ""
+        lines += [f"  {place}. {d['title']}{gains} [{d['code']}]", f"     {d['message']}",
+                  f"     Remedy: {d['remedy']}"]
+    if len(found) > TOP:
+        lines.append(f"  and {len(found) - TOP} more in the Diagnosis tab")
+    return lines
+
+
 def _run_text(run: dict[str, Any]) -> str:
     lines = [f"Run {run['run']}"]
     workers = run["workers"]
@@ -103,6 +148,7 @@ def _run_text(run: dict[str, Any]) -> str:
             ["Gaps between compute kernels", "launch", "prep", "call", "under comm.", "graph", "unattributed"],
             [[_label(w), *(_duration(w["launch_us"][c]) for c in (
                 "launch", "prep", "call", "call_under_communication", "graph", "unattributed"))] for w in workers])
+    lines += _diagnosis_text(run)
     files: dict[tuple[str, str], set[str]] = {}
     for file, found in [*((w["file"], w["findings"]) for w in workers), ("", run["findings"])]:
         for f in found:

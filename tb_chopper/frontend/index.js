@@ -132,6 +132,7 @@ const signatureOf = (name) => listing.runs.find((r) => r.name === name)?.signatu
 function select(link) {
   if (link.at !== undefined) return model.set({ view: TRACE.name, at: link.at });
   const { gpu, step, ...rest } = link;
+  if (rest.view) return model.set({ ...rest, ...(gpu !== undefined && { gpus: gpu }), ...(step !== undefined && { steps: `${step}-${step}` }) });
   const state = model.get();
   const change = { ...rest };
   // A second click on the same row takes the selection back.

@@ -1,4 +1,5 @@
 // One view as a page: banners, findings, headline, key figures, main figure, tables, details.
+import { diagnosisCards } from "./diagnosis.js";
 import { command, fill, h, term } from "./dom.js";
 import { figure } from "./figures.js";
 import { quantity, unbroken } from "./format.js";
@@ -18,6 +19,7 @@ export function renderPage(content, view, { plotly, state, onSelect }) {
     h("h2", { class: "headline" }, unbroken(view.headline)),
     view.key_figures.length ? h("dl", { class: "key-figures" }, view.key_figures.map((k) => keyFigure(k, largest))) : null,
     view.name === "findings" ? findingList(grouped(view.findings)) : null,
+    view.diagnoses.length ? diagnosisCards(view.diagnoses, onSelect) : null,
     main, view.name === "overview" ? null : first, details.length ? h("div", { class: "grid" }, details) : null,
     view.name === "overview" ? first : null, others,
     view.missing.length ? missing(view.missing) : null,

@@ -24,7 +24,7 @@ document.getElementById("theme").addEventListener("click", () => setDark(!docume
 for (const view of report.views) {
   const content = h("div", { class: "report-content" });
   document.getElementById("views").append(h("section", { class: "report-view", id: view.name }, h("h2", {}, view.title), content));
-  renderPage(content, view, { plotly: NO_SCRIPT, state: { run: report.run, gpus: null }, onSelect: () => {} });
+  renderPage(content, view, { plotly: NO_SCRIPT, state: { run: report.run, gpus: null }, onSelect: ({ view: to }) => { if (to) location.hash = to; } });
 }
 fill(document.getElementById("nav"), report.views.map((view) => h("a", { href: `#${view.name}` }, view.title)));
 

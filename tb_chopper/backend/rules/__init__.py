@@ -8,6 +8,7 @@ import math
 from typing import TYPE_CHECKING
 
 from tb_chopper.backend.findings import Finding
+from tb_chopper.backend.rules import thresholds
 from tb_chopper.backend.rules.diagnosis import Diagnosis
 
 if TYPE_CHECKING:
@@ -17,8 +18,15 @@ LOG = logging.getLogger(__name__)
 
 RULES: tuple[str, ...] = (
     "slow_gpu",
+    "exposed_communication",
+    "low_utilization",
+    "clock",
+    "late_host",
+    "gradient_barrier",
+    "slow_link",
+    "small_messages",
 )
-"""Modules of this package. A diagnosis has the name of its rule as `code`, or a name that begins with it."""
+"""Modules of this package. A diagnosis has the name of its rule as `code`."""
 
 
 def diagnose(run: Run) -> list[Finding]:
@@ -34,7 +42,15 @@ def diagnose(run: Run) -> list[Finding]:
             LOG.exception("rule %s", name)
             found.append(Finding("rule_failed", "warning", f"the rule {name} failed with {type(error).__name__}: "
                                  f"{error}; the other rules are not concerned"))
-    return sorted(found, key=_rank)
+    return sorted((f for f in found if not _explained(f, found)), key=_rank)
+
+
+def _explained(finding: Finding, found: list[Finding]) -> bool:
+    """Whether others name the causes of what this one sees: of half of its gain at least."""
+    if not isinstance(finding, Diagnosis) or not finding.explained_by:
+        return False
+    causes = [f.gain_ms or 0.0 for f in found if isinstance(f, Diagnosis) and f.code in finding.explained_by]
+    return bool(causes) and sum(causes) >= thresholds.EXPLAINED * (finding.gain_ms or 0.0)
 
 
 def _rank(finding: Finding) -> tuple[float, int]:

@@ -28,6 +28,8 @@ class Diagnosis(Finding):
     `title`: what costs time, in a few words; `message`: one sentence with the numbers. `gain_ms`: milliseconds per step
     that the remedy would save (estimated by what `gain_how` says), None where it cannot be told. `view` and `selection`
     (gpu, step, by, focus) name the tab that shows it; `kernel` is one for the Trace tab (`at` of views.trace_link).
+    `explained_by`: codes of rules that name the cause of what this one sees; where they speak of most of it, it is
+    silent.
     """
 
     title: str = ""
@@ -41,6 +43,7 @@ class Diagnosis(Finding):
     view: str = ""
     selection: Mapping[str, int | str] = field(default_factory=dict)
     kernel: str = ""
+    explained_by: tuple[str, ...] = ()
 
 
 def step_ms(run: Run) -> float | None:

@@ -6,3 +6,20 @@ LARGE_GAIN = 0.05
 """of a step: a diagnosis that would gain so much is a warning"""
 SMALL_GAIN = 0.01
 """of a step: less is not worth a diagnosis"""
+EXPLAINED = 0.5
+"""of the gain of a diagnosis: where others that name its causes have so much, it is silent"""
+
+UTILIZATION = 0.70
+"""share of a step in which a GPU runs something: below it is idle for too long (reference value of the field)"""
+EXPOSED_COMMUNICATION = 0.15
+"""of a step, waiting for late ranks left out: above it communication bounds the step"""
+GRADIENT_BARRIER = 0.03
+"""of a step between backward and optimizer"""
+LOST_TO_CLOCK = 0.05
+"""of a step"""
+AT_POWER_CAP = 0.95
+"""of the power cap: the clock is held down by it"""
+LINK_SLOW, LINK_REACHES = 0.40, 0.70
+"""of the link's peak: below the first, large messages are slow; the second is what well-tuned rings reach"""
+MANY_MESSAGES, SMALL_MESSAGES = 20, 0.03
+"""collectives of a step that are bound by latency, and what they must cost of it"""

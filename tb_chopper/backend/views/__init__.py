@@ -28,6 +28,7 @@ REGISTRY: dict[str, Entry] = {
     e.name: e
     for e in (
         Entry("overview", "Overview", "Where does the time of a step go?", ("gpu", "step", "worker")),
+        Entry("diagnosis", "Diagnosis", "What costs time, and what would make it faster?"),
         Entry(
             "breakdown",
             "Breakdown",

@@ -12,6 +12,7 @@ import pandas as pd
 
 from tb_chopper.backend.errors import InvalidSelection
 from tb_chopper.backend.findings import Finding, by_severity
+from tb_chopper.backend.rules.diagnosis import Diagnosis
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -165,6 +166,7 @@ class View:
     title: str = ""
     findings: tuple[Finding, ...] = ()
     banners: tuple[str, ...] = ()
+    diagnoses: tuple[Diagnosis, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
         """The view as JSON-able values; arrays of figures travel as Plotly's base64 typed arrays."""
@@ -179,7 +181,16 @@ class View:
             "missing": [asdict(m) for m in self.missing],
             "findings": [f.as_dict() for f in by_severity(self.findings)],
             "banners": list(self.banners),
+            "diagnoses": [_diagnosis(d) for d in self.diagnoses],
         }
+
+
+def _diagnosis(diagnosis: Diagnosis) -> dict[str, Any]:
+    from tb_chopper.backend.views import REGISTRY
+
+    evidence = [[e.label, _number(e.value), e.unit] for e in diagnosis.evidence]
+    title = REGISTRY[diagnosis.view].title if diagnosis.view else ""
+    return {**diagnosis.as_dict(), "evidence": evidence, "gain_ms": _number(diagnosis.gain_ms), "view_title": title}
 
 
 def _plain(column: pd.Series) -> list[Any]:

@@ -1,0 +1,45 @@
+"""Communication that no computation hides, without the waiting for late ranks: what remains is transfer."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tb_chopper.backend.rules import thresholds
+from tb_chopper.backend.rules.diagnosis import Diagnosis, Evidence, severity, step_ms
+
+if TYPE_CHECKING:
+    from tb_chopper.backend.findings import Finding
+    from tb_chopper.backend.run import Run
+
+CAUSES = ("gradient_barrier", "slow_link", "small_messages", "islands", "over_sharding", "pipeline_bubble")
+HOW = ("exposed communication of a step without its waiting for late ranks, median over GPUs and steps: at most this, "
+       "where all of it could be hidden")
+
+
+def rule(run: Run) -> list[Finding]:
+    """One diagnosis where exposed transfers are a large part of the step."""
+    step = step_ms(run)
+    if step is None:
+        return []
+    exposed = run.timeline(by=["gpu", "step"])[["gpu", "step", "exposed_communication_us", "total_us"]]
+    both = run.own_times.merge(exposed.astype({"step": "int64"}), on=["gpu", "step"])
+    if not len(both):
+        return []
+    transfer = (both["exposed_communication_us"] - both["wait_us"]).clip(lower=0)
+    share = float((transfer / both["total_us"]).median())
+    if share < thresholds.EXPOSED_COMMUNICATION:
+        return []
+    gain = float(transfer.median()) / 1000
+    by = run.collectives(by=["role", "name"])
+    worst = by.sort_values("exposed_us", ascending=False).iloc[0] if len(by) else None
+    most = f", most of it in {worst['name']}" if worst is not None else ""
+    return [Diagnosis(
+        "exposed_communication", severity(gain, step),
+        f"{share:.0%} of a step is communication that no computation hides, waiting for late ranks left out{most}",
+        title="Communication is not hidden behind compute",
+        evidence=(Evidence("exposed transfer", share, "share"), Evidence("exposed transfer", gain * 1000, "us"),
+                  Evidence("all exposed", float(both["exposed_communication_us"].median()), "us")),
+        cause="collectives start too late, or carry more than the computation beside them can hide",
+        remedy="prefetch the next layer's parameters (FSDP2: set_modules_to_forward_prefetch), use larger local "
+               "batches or gradient accumulation, or shard over fewer GPUs",
+        gain_ms=gain, gain_how=HOW, view="overlap", explained_by=CAUSES)]

@@ -1,0 +1,38 @@
+"""A GPU that the others wait for because its own host keeps it idle."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tb_chopper.backend.rules import thresholds
+from tb_chopper.backend.rules.diagnosis import Diagnosis, Evidence, severity, step_ms
+
+if TYPE_CHECKING:
+    from tb_chopper.backend.findings import Finding
+    from tb_chopper.backend.run import Run
+
+HOW = ("largest own time of a step - what would remain the largest if this GPU's were the median one; own time is the "
+       "time of the step without the waiting for others that no computation hides")
+
+
+def rule(run: Run) -> list[Finding]:
+    """One diagnosis per GPU that idles longer than the others while they wait for it."""
+    rows, step = run.stragglers(), step_ms(run)
+    if len(rows) < 2 or step is None:
+        return []
+    late = rows[(rows["explained_by"] == "host") & (rows["gain_us"] / 1000 >= thresholds.SMALL_GAIN * step)]
+    idle = run.imbalance().set_index("gpu")
+    found: list[Finding] = []
+    for gpu, gain_us, last in zip(late["gpu"], late["gain_us"], late["last_share"], strict=True):
+        more = float(idle["host_excess_us"][gpu])
+        found.append(Diagnosis(
+            "late_host", severity(gain_us / 1000, step),
+            f"GPU {gpu} is idle {more / 1000:.3g} ms longer in a step than the median GPU, and the others wait for it",
+            title=f"The host of GPU {gpu} holds the others up",
+            evidence=(Evidence("idles longer", more, "us"), Evidence("arrives last", float(last), "share")),
+            cause="its process launches late: other work on its cores, its data, or its Python code",
+            remedy="compare the processes in the Host tab; pin each to its own cores beside its GPU (numactl)",
+            gain_ms=gain_us / 1000, gain_how=HOW, gpus=(int(gpu),), view="host", selection={"gpu": int(gpu)},
+            explained_by=("data_stall", "synchronizing_calls", "allocator_calls", "garbage_collection", "outlier_step",
+                          "pipeline_bubble")))
+    return found

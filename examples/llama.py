@@ -122,8 +122,22 @@ class Llama(nn.Module):
         self.norm = RMSNorm(config.width)
         self.lm_head = nn.Linear(config.width, config.vocabulary, bias=False)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens)
+    def keep(self, first: int, end: int) -> Llama:
+        """Of the model only layers `first` to `end` (excluded), with what stands before the first and behind the last:
+        a stage of a pipeline. Every layer keeps its name."""
+        for i in range(len(self.layers)):
+            if not first <= i < end:
+                self.layers[i] = None
+        if first > 0:
+            self.embed = None
+        if end < len(self.layers):
+            self.norm = self.lm_head = None
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.embed is not None:
+            x = self.embed(x)
         for layer in self.layers:
-            x = layer(x)
-        return self.lm_head(self.norm(x))
+            if layer is not None:
+                x = layer(x)
+        return x if self.lm_head is None else self.lm_head(self.norm(x))

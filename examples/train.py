@@ -2,6 +2,7 @@
 
     python examples/train.py                                        one process
     torchrun --nproc-per-node 2 examples/train.py --parallel fsdp2  several
+    torchrun --nproc-per-node 4 examples/train.py --parallel pp --schedule 1f1b --batch 8 --microbatches 8
 
 The lines that a training of your own needs are marked with `# chopper`.
 """
@@ -20,15 +21,21 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from llama import Block, Config, Llama
+from plans import SCHEDULES, Pipeline, parameter_groups, tensor_parallel
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile, schedule
 
-from torch_ext import annotate, chopper_trace_handler  # chopper
+from torch_ext import annotate, annotate_pipeline, chopper_trace_handler  # chopper
+
+DIMENSIONS = {"fsdp2": "dp_shard", "fsdp1": "dp_shard", "ddp": "dp_replicate", "tp": "tp", "pp": "pp"}
+"""What the processes divide among themselves."""
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parallel", choices=("fsdp2", "fsdp1", "ddp", "none"), default="none")
+    parser.add_argument("--parallel", choices=(*DIMENSIONS, "none"), default="none")
+    parser.add_argument("--schedule", choices=tuple(SCHEDULES), default="1f1b", help="of a pipeline (pp)")
+    parser.add_argument("--microbatches", type=int, default=4, help="that a pipeline cuts the batch into")
     parser.add_argument("--checkpoint", action="store_true", help="recompute each layer in backward")
     parser.add_argument("--compile", action="store_true", help="torch.compile each layer (needs a C++ compiler on CPU)")
     parser.add_argument("--no-annotate", dest="annotate", action="store_false", help="no module scopes")
@@ -40,12 +47,16 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--active", type=int, default=3, help="steps that it records")
     parser.add_argument("--repeat", type=int, default=1, help="how often")
     parser.add_argument("--steps", type=int, default=None, help="training steps (default: as many as the above need)")
-    parser.add_argument("--batch", type=int, default=2, help="sequences per process and step")
+    parser.add_argument("--batch", type=int, default=2, help="sequences per step and process (tp, pp: of all together)")
     parser.add_argument("--sequence", type=int, default=128, help="tokens per sequence")
     for field, default in (("layers", 4), ("width", 256), ("hidden", 688), ("heads", 8), ("kv-heads", 2)):
         parser.add_argument(f"--{field}", type=int, default=default)
     parser.add_argument("--vocabulary", type=int, default=2048)
     args = parser.parse_args()
+    if args.parallel == "pp" and args.batch % args.microbatches:
+        parser.error(f"--batch {args.batch} cannot be cut into {args.microbatches} microbatches")
+    if args.parallel == "pp" and (args.checkpoint or args.compile):
+        parser.error("--checkpoint and --compile are not for --parallel pp")
     if args.steps is None:
         args.steps = (args.wait + args.warmup + args.active) * args.repeat
     return args
@@ -73,6 +84,8 @@ def distribute(model: Llama, args: argparse.Namespace, device: torch.device) -> 
     if args.compile:
         for i, layer in enumerate(model.layers):
             model.layers[i] = torch.compile(layer)
+    if args.parallel == "tp":
+        return tensor_parallel(model, device)
     if args.parallel == "fsdp2":
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
@@ -94,23 +107,37 @@ def distribute(model: Llama, args: argparse.Namespace, device: torch.device) -> 
 
 
 def random_tokens(args: argparse.Namespace, device: torch.device) -> Iterator[Tensor]:
-    generator = torch.Generator().manual_seed(int(os.environ.get("RANK", 0)))
+    together = args.parallel in ("tp", "pp")  # on one and the same batch
+    generator = torch.Generator().manual_seed(0 if together else int(os.environ.get("RANK", 0)))
     while True:
         shape = (args.batch, args.sequence + 1)
         yield torch.randint(args.vocabulary, shape, generator=generator).to(device, non_blocking=True)
 
 
+def whole_step(model: nn.Module, tokens: Tensor) -> float:
+    """Forward and backward; the loss."""
+    logits = model(tokens[:, :-1])
+    loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+    loss.backward()
+    return loss.item()
+
+
 def train(args: argparse.Namespace) -> None:
     device = start_processes(args.parallel)
     world_size = dist.get_world_size() if dist.is_initialized() else 1
-    chief = not dist.is_initialized() or dist.get_rank() == 0
+    rank = dist.get_rank() if dist.is_initialized() else 0
     torch.manual_seed(0)
     config = Config(args.layers, args.width, args.hidden, args.heads, args.kv_heads, args.vocabulary)
-    model = distribute(Llama(config).to(device), args, device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
+    pipeline = Pipeline(config, args.schedule, args.microbatches, device) if args.parallel == "pp" else None
+    model = pipeline.model if pipeline else distribute(Llama(config).to(device), args, device)
+    optimizer = torch.optim.AdamW(parameter_groups(model), lr=3e-4)
     if args.annotate:
-        annotate(model)  # chopper
-    dimension = {"fsdp2": "dp_shard", "fsdp1": "dp_shard", "ddp": "dp_replicate"}.get(args.parallel)
+        for part in model.values() if pipeline else [model]:
+            annotate(part)  # chopper
+        if pipeline:
+            annotate_pipeline(pipeline.schedule)  # chopper
+    dimension = DIMENSIONS.get(args.parallel)
+    shares = world_size if args.parallel in ("tp", "pp") else 1
     gpu = [ProfilerActivity.CUDA] if device.type == "cuda" else []
     with profile(
         activities=[ProfilerActivity.CPU, *gpu],
@@ -118,8 +145,8 @@ def train(args: argparse.Namespace) -> None:
         on_trace_ready=chopper_trace_handler(  # chopper
             args.logdir,
             args.worker,
-            tokens_per_step=args.batch * args.sequence,
-            model_flops_per_step=config.flops_per_step(args.batch, args.sequence),
+            tokens_per_step=args.batch * args.sequence // shares,
+            model_flops_per_step=config.flops_per_step(args.batch, args.sequence) / shares,
             parallel={dimension: world_size} if dimension else None,
             telemetry=args.telemetry,
         ),
@@ -127,20 +154,18 @@ def train(args: argparse.Namespace) -> None:
     ) as profiler:
         for step, tokens in zip(range(args.steps), random_tokens(args, device), strict=False):
             began = time.perf_counter()
-            logits = model(tokens[:, :-1])
-            loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
-            loss.backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            value = pipeline.step(tokens) if pipeline else whole_step(model, tokens)
+            if not dimension or dimension.startswith("dp"):  # elsewhere the norm of the whole model is nowhere
+                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
-            value = loss.item()
             took = time.perf_counter() - began
             profiler.step()
-            if chief:
+            if value is not None and rank == (world_size - 1 if pipeline else 0):
                 print(f"step {step + 1}/{args.steps}  loss {value:.3f}  {took * 1e3:.0f} ms", flush=True)
     if dist.is_initialized():
         dist.destroy_process_group()
-    if chief:
+    if rank == 0:
         print(f"recorded {world_size} process(es) into {args.logdir}", flush=True)
 
 

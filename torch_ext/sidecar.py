@@ -7,6 +7,7 @@ Names of files and of module scopes live here for the same reason.
     {worker}.{span_ns}.chopper.json           its sidecar
     chopper::layers.3.mlp.gate_proj           scope of a submodule, by its fully qualified name
     chopper::(Llama)                          scope of the model itself, by its class
+    chopper::pp::F::stage2::mb5               scope of an action of a pipeline schedule (torch_ext.pipeline)
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ SUFFIX = ".chopper.json"
 _TRACE_SUFFIX = re.compile(r"\.pt\.trace\.json(\.gz)?$|\.json(\.gz)?$")
 
 SCOPE_PREFIX = "chopper::"
+PIPELINE_PREFIX = "chopper::pp::"
 _NOT_SAFE = re.compile(r"[^A-Za-z0-9_.:+-]")
 
 
@@ -138,10 +140,21 @@ def scope_name(fqn: str, cls: str) -> str:
 
 def scope_fqn(name: str) -> str | None:
     """The module that a scope belongs to, "" for the model itself; None if `name` is no module scope."""
-    if not name.startswith(SCOPE_PREFIX):
+    if not name.startswith(SCOPE_PREFIX) or name.startswith(PIPELINE_PREFIX):
         return None
     fqn = name[len(SCOPE_PREFIX):]
     return "" if fqn.startswith("(") else fqn
+
+
+def pipeline_action_name(kind: str, stage: int, microbatch: int) -> str:
+    """Name of the scope around one action of a pipeline schedule. kind: F forward, B backward, I its part for the
+    inputs, W its part for the weights; stage: counted over all ranks."""
+    return f"{PIPELINE_PREFIX}{kind}::stage{stage}::mb{microbatch}"
+
+
+def pipeline_schedule_name(cls: str, stages: int, microbatches: int, per_rank: int) -> str:
+    """Name of the scope around one step of a pipeline schedule; stages: over all ranks."""
+    return f"{PIPELINE_PREFIX}schedule::{_NOT_SAFE.sub('_', cls)}::stages{stages}::mb{microbatches}::v{per_rank}"
 
 
 def empty() -> Sidecar:

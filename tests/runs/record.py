@@ -16,8 +16,15 @@ KINDS: dict[str, tuple[int, list[str]]] = {
     "ddp": (2, ["--parallel", "ddp"]),
     "fsdp2+checkpoint": (2, ["--parallel", "fsdp2", "--checkpoint"]),
     "fsdp2+compile": (2, ["--parallel", "fsdp2", "--compile"]),
+    "tp": (2, ["--parallel", "tp"]),
+    "pp+gpipe": (4, ["--parallel", "pp", "--schedule", "gpipe", "--batch", "4", "--microbatches", "4"]),
+    "pp+1f1b": (4, ["--parallel", "pp", "--schedule", "1f1b", "--batch", "8", "--microbatches", "8"]),
+    "pp+interleaved": (2, ["--parallel", "pp", "--schedule", "interleaved", "--batch", "4", "--microbatches", "4"]),
+    "pp+zero-bubble": (2, ["--parallel", "pp", "--schedule", "zero-bubble", "--batch", "4", "--microbatches", "4"]),
 }
 """Name of a run -> processes, options of examples/train.py."""
+
+PIPELINES = tuple(kind for kind in KINDS if kind.startswith("pp+"))
 
 LAYERS, STEPS = 4, 2
 TINY = [

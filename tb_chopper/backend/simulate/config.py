@@ -163,6 +163,31 @@ class Silicon:
 
 
 @dataclass(frozen=True)
+class Plan:
+    """How the ranks divide a model: tensor parallel inside layers, a pipeline of layers, FSDP over the rest."""
+
+    tensor: int = 1
+    pipeline: int = 1
+    schedule: str = "1f1b"
+    """gpipe, 1f1b or interleaved"""
+    microbatches: int = 1
+    """that a step of the pipeline cuts its batch into; `Config.batch` is the size of one"""
+    virtual: int = 1
+    """stages per rank, where interleaved"""
+    balanced: bool = False
+    """stages of layers alone: no embedding, no head and no loss, which make the first and the last stage longer"""
+
+    @property
+    def is_default(self) -> bool:
+        """FSDP over all ranks."""
+        return self.tensor == self.pipeline == 1
+
+    @property
+    def stages(self) -> int:
+        return self.pipeline * self.virtual
+
+
+@dataclass(frozen=True)
 class Faults:
     """Damage and noise for tests."""
 
@@ -177,7 +202,15 @@ class Faults:
     truncate: int | None = None
     """rank whose trace is cut off in the middle"""
     slow: dict[int, float] = field(default_factory=dict)
-    """rank -> factor on its clock"""
+    """rank -> factor on its clock: on its limit, and by a lower power cap on what the cap allows"""
+    late_loader: dict[int, float] = field(default_factory=dict)
+    """rank -> ns that its host waits for the data loader at the beginning of a step"""
+    late_every: int = 1
+    """the loader is late in every so many steps"""
+    stall: tuple[int, int, float] | None = None
+    """(step, rank, ns): once, the host stops for so long before the forward pass"""
+    storm: int = 0
+    """kernels that an optimizer without fused or foreach kernels launches; 0: it has fused ones"""
 
 
 @dataclass(frozen=True)
@@ -196,6 +229,7 @@ class Config:
     """the optimizer runs in steps whose number divides by this; 0: never"""
     host: Host = Host()
     silicon: Silicon = Silicon()
+    plan: Plan = Plan()
     faults: Faults = Faults()
     seed: int = 0
     tick_ns: int = 1_000_000
@@ -218,20 +252,33 @@ class Config:
         return self.hosts * self.gpus_per_host
 
     @property
+    def data(self) -> int:
+        """Ranks of a data-parallel group."""
+        return self.ranks // (self.plan.tensor * self.plan.pipeline)
+
+    @property
     def step_numbers(self) -> range:
         return range(self.first_step, self.first_step + self.steps)
 
     @property
     def tokens(self) -> int:
-        """Tokens of one rank and step."""
+        """Tokens that go through the model at once: of a step, or of a microbatch of a pipeline."""
         return self.batch * self.sequence
 
     @property
     def run_name(self) -> str:
-        return f"simulated_{self.preset}_b{self.batch}s{self.sequence >> 10}_fsdp{self.fsdp.version}"
+        name = f"simulated_{self.preset}_b{self.batch}s{self.sequence >> 10}"
+        if self.plan.is_default:
+            return f"{name}_fsdp{self.fsdp.version}"
+        plan = self.plan
+        name += f"_tp{plan.tensor}_pp{plan.pipeline}_dp{self.data}"
+        if plan.pipeline == 1:
+            return name
+        return f"{name}_{plan.schedule}_m{plan.microbatches}" + (f"_v{plan.virtual}" if plan.virtual > 1 else "")
 
 
 LLAMA3_8B = Model("llama3-8b", layers=32, dim=4096, hidden=14336, heads=32, kv_heads=8, head_dim=128, vocab=128_256)
+LLAMA_WIDE = Model("llama-wide", layers=3, dim=4096, hidden=14336, heads=32, kv_heads=8, head_dim=128, vocab=16_000)
 LLAMA_SMALL = Model("llama-small", layers=2, dim=2048, hidden=7168, heads=16, kv_heads=4, head_dim=128, vocab=32_000)
 
 SWEEP = ("b1s4", "b2s4", "b4s4", "b1s8", "b2s8")
@@ -263,6 +310,20 @@ PRESETS: dict[str, Config] = {
         sequence=4096,
         faults=Faults(jitter=0.004),
         host=Host(physical_cores=96),
+    ),
+    # Nothing to find: equal GPUs below their power cap, work that hides communication. Faults are planted on it.
+    "healthy": Config(
+        "healthy",
+        LLAMA_WIDE,
+        replace(MI300X, power_cap_w=2000),
+        batch=4,
+        sequence=4096,
+        gpus_per_host=4,
+        steps=8,
+        optimizer_every=1,
+        host=Host(step_preparation_ns=800_000, optimizer_preparation_ns=600_000),
+        silicon=Silicon((0.0,)),
+        faults=Faults(jitter=0.004),
     ),
 }
 

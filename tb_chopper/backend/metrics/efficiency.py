@@ -5,6 +5,13 @@
     occupancy       = Σ est. occupancy · duration / Σ duration, over the kernels that carry it
     hfu             = counted FLOPs / (time · peak)
     mfu             = model FLOPs / (time · peak): without recomputation
+    tensor share    = Σ duration of kernels on the matrix cores / Σ duration of GEMM and attention kernels
+
+and what the time of compute kernels went to, e being the share of SMs that a kernel's blocks fill:
+
+    lost   = Σ (1 − e) · duration                               SMs that had no block
+    ideal  = Σ max(FLOPs / peak, bytes / memory bandwidth)      what the recorded shapes need, at most e · duration
+    below  = Σ e · duration − ideal                             slower than the hardware allows
 """
 
 from __future__ import annotations
@@ -17,17 +24,13 @@ import pandas as pd
 
 from tb_chopper.backend import flops, schema
 from tb_chopper.backend.classify import COMPUTE
-from tb_chopper.backend.hardware import Hardware
 from tb_chopper.backend.metrics import grouping
 from tb_chopper.backend.metrics.grouping import By, Where
+from tb_chopper.backend.metrics.precision import Gpus, matrix_types, on_matrix_cores, peaks
 from tb_chopper.backend.metrics.timeline import timeline
-
-Gpus = Mapping[int, Hardware | None]
-"""What each `gpu` of KERNELS is; None or absent: not known."""
 
 _SHAPE = re.compile(r"(?<=^\[)\s*\d+\s*(,\s*\d+\s*)*(?=\]$)")
 _THREAD_GRIDS = "hipExtModuleLaunchKernel"
-_TF32 = re.compile("tf32|s1688gemm")
 
 
 def efficiency(kernels: pd.DataFrame, steps: pd.DataFrame, gpus: Gpus, by: By = "gpu", where: Where = None,
@@ -40,6 +43,10 @@ def efficiency(kernels: pd.DataFrame, steps: pd.DataFrame, gpus: Gpus, by: By = 
     flop: counted from recorded shapes, and flop_known: the share of compute time whose FLOPs are known
     hfu; mfu, and mfu_source: `model` (from `model_flop_per_step`, by gpu; over the steps only), `counted` (from
     shapes, recomputation left out) or `unavailable`
+    tensor_share: part of the time of GEMM and attention kernels (matrix_us) in kernels whose name says that they use
+    the matrix cores
+    lost_us, ideal_us, below_us, unknown_us: what the time of compute kernels went to (above; unknown: their shapes or
+    the peaks are not known); they add up to the sum of the durations, also of kernels that run side by side
 
     A finer group than windows has as sm_efficiency the time-weighted mean of its kernels' own min(1, blocks / SMs).
     Peaks are those of each call's data type, so that fp8 and bf16 in one step are each held to their own.
@@ -72,8 +79,13 @@ def efficiency(kernels: pd.DataFrame, steps: pd.DataFrame, gpus: Gpus, by: By = 
     if in_windows and model_flop_per_step:
         mfu = _model_mfu(kernels, steps, gpus, times[by], where, model_flop_per_step)
         out["mfu"], out["mfu_source"] = mfu.fillna(out["mfu"]), out["mfu_source"].where(mfu.isna(), "model")
+    out["tensor_share"] = _ratio(out["tensor_us"], out["matrix_us"])
     return out[[*by, "time_us", "gpu_utilization", "sm_efficiency", "sm_known", "occupancy", "occupancy_known", "flop",
-                "flop_known", "hfu", "mfu", "mfu_source"]]
+                "flop_known", "hfu", "mfu", "mfu_source", "tensor_share", "matrix_us", *PARTS]]
+
+
+PARTS = ("lost_us", "ideal_us", "below_us", "unknown_us")
+"""What the time of compute kernels went to."""
 
 
 def blocks_per_unit(kernels: pd.DataFrame, gpus: Gpus) -> pd.Series:
@@ -103,7 +115,9 @@ def _measured(kernels: pd.DataFrame, gpus: Gpus) -> pd.DataFrame:
     share = blocks_per_unit(kernels, gpus).clip(upper=1).where(is_kernel)
     occupancy = (kernels["occupancy"] / 100).where(is_kernel)
     cost = flops.kernel_costs(kernels)
-    peak_s = (cost["flop"] / _peaks(kernels, cost["dtype"], gpus)).where(cost["flop"] > 0, 0.0)
+    peak_s = (cost["flop"] / peaks(kernels, matrix_types(kernels, cost["dtype"]), gpus)).where(cost["flop"] > 0, 0.0)
+    bandwidth = kernels["gpu"].map({g: h.memory_bytes_per_s for g, h in gpus.items() if h}).astype("float64")
+    matrix = compute & kernels["op_type"].isin(["gemm", "attention"]).to_numpy()
     # FLOPs without a known peak count as not known: they must not look like a low efficiency.
     known = compute & cost["flop"].notna() & peak_s.notna()
     groups = kernels.drop(columns=kernels.select_dtypes(float).columns)
@@ -112,16 +126,22 @@ def _measured(kernels: pd.DataFrame, gpus: Gpus) -> pd.DataFrame:
         grid_us=duration.where(share.notna(), 0.0), saturated_us=(share * duration).fillna(0.0),
         occupancy_us=duration.where(occupancy.notna(), 0.0), occupied_us=(occupancy * duration).fillna(0.0),
         flop=cost["flop"].fillna(0.0), flop_us=duration.where(known, 0.0), peak_s=peak_s.fillna(0.0),
-        model_peak_s=peak_s.fillna(0.0).where(~kernels["recompute"], 0.0))
+        model_peak_s=peak_s.fillna(0.0).where(~kernels["recompute"], 0.0),
+        matrix_us=duration.where(matrix, 0.0),
+        tensor_us=duration.where(matrix & on_matrix_cores(kernels["name"]), 0.0),
+        **_parts(duration.where(compute, 0.0), share, cost, peak_s, cost["bytes"] / bandwidth))
 
 
-def _peaks(kernels: pd.DataFrame, dtype: pd.Series, gpus: Gpus) -> pd.Series:
-    """Peak of each row's GPU and data type in FLOP/s, NaN where not known."""
-    tf32 = np.array([bool(_TF32.search(n)) for n in kernels["name"].cat.categories])[kernels["name"].cat.codes]
-    kind = dtype.astype(object).where(~((dtype == "fp32") & tf32), "tf32")
-    table = {(gpu, name): peak.flop_per_s for gpu, h in gpus.items() if h for name, peak in h.peaks.items()}
-    codes, pairs = pd.MultiIndex.from_arrays([kernels["gpu"], kind]).factorize()
-    return pd.Series(np.array([*(table.get(pair, np.nan) for pair in pairs), np.nan])[codes], kernels.index)
+def _parts(duration: pd.Series, share: pd.Series, cost: pd.DataFrame, peak_s: pd.Series,
+           moving_s: pd.Series) -> dict[str, pd.Series]:
+    """PARTS of each row's duration (µs, 0 for what is no compute kernel)."""
+    lost = ((1 - share) * duration).fillna(0.0)
+    filled = duration - lost
+    # Without FLOPs a kernel needs its bytes; the bytes of one with FLOPs may be unknown.
+    needed = np.fmax(peak_s, moving_s).where(np.where(cost["flop"] > 0, peak_s.notna(), moving_s.notna()))
+    ideal = np.minimum(needed * 1e6, filled)
+    return {"lost_us": lost, "ideal_us": ideal.fillna(0.0), "below_us": (filled - ideal).fillna(0.0),
+            "unknown_us": filled.where(ideal.isna(), 0.0)}
 
 
 def _per_group(rows: pd.DataFrame, groups: pd.DataFrame, by: list[str]) -> pd.DataFrame:
@@ -135,6 +155,8 @@ def _per_group(rows: pd.DataFrame, groups: pd.DataFrame, by: list[str]) -> pd.Da
 
 def _keys(groups: pd.DataFrame) -> list[tuple[str, ...]]:
     """A row as text, so that the several spellings of a missing value are one."""
+    if not len(groups.columns):  # everything is one group
+        return [()] * len(groups)
     return [tuple("" if pd.isna(v) else str(v) for v in row) for row in groups.itertuples(index=False)]
 
 

@@ -18,6 +18,8 @@ from tb_chopper.backend.alignment import ranks
 from tb_chopper.backend.alignment.counters import Alignment
 from tb_chopper.backend.alignment.telemetry import RunTelemetry, with_clocks
 from tb_chopper.backend.alignment.telemetry import join as join_telemetry
+from tb_chopper.backend.alignment.topology import Topology
+from tb_chopper.backend.alignment.topology import join as join_topology
 from tb_chopper.backend.capture import Capture, Progress
 from tb_chopper.backend.errors import InvalidSelection, NotFound, UnreadableFile
 from tb_chopper.backend.findings import Finding, by_severity
@@ -37,14 +39,17 @@ from tb_chopper.backend.metrics import (
     memory,
     overlap,
     power,
+    precision,
     process_groups,
     roofline,
     stragglers,
     throughput,
     timeline,
+    topology,
 )
 from tb_chopper.backend.metrics.grouping import By, Where
 from tb_chopper.backend.readers import memory_snapshot, telemetry_logs
+from tb_chopper.backend.readers import topology as topology_files
 from tb_chopper.backend.readers.counter_files import CounterRun
 from tb_chopper.backend.readers.log_times import TimeBase
 
@@ -130,9 +135,21 @@ class Run:
                 logs.append(telemetry_logs.read(path, base, within=within))
             except UnreadableFile as error:
                 failed.append(Finding("unreadable_telemetry", "error", str(error), file=name))
-        sidecars = {int(c): self._capture_of(f).sidecar
-                    for c, f in zip(self.workers["capture"], self.workers["file"], strict=True)}
-        joined = join_telemetry(logs, self.workers, {c: s for c, s in sidecars.items() if s})
+        joined = join_telemetry(logs, self.workers, self._sidecars())
+        joined.findings[:0] = failed
+        return joined
+
+    @lazy
+    def topology(self) -> Topology:
+        """The links between the GPUs of each host and the islands they make; empty tables where none are recorded
+        (docs/topology.md)."""
+        files, failed = [], []
+        for file in self.files.topology:
+            try:
+                files.append(topology_files.read(file.path))
+            except UnreadableFile as error:
+                failed.append(Finding("unreadable_topology", "warning", str(error), file=file.path.name))
+        joined = join_topology(files, self.workers, self._sidecars())
         joined.findings[:0] = failed
         return joined
 
@@ -164,6 +181,11 @@ class Run:
         """What the hosts did that may keep their GPUs waiting; columns of schema.CALLS."""
         gpu = self.workers.drop_duplicates("file").set_index("file")["gpu"]
         return schema.concat([c.calls.assign(gpu=int(gpu[c.file.path.name])) for c in self.captures], schema.CALLS)
+
+    @lazy
+    def actions(self) -> pd.DataFrame:
+        """What pipeline schedules did; columns of schema.ACTIONS."""
+        return self._numbered([c.actions for c in self.captures], schema.ACTIONS)
 
     @lazy
     def _snapshots(self) -> tuple[list[memory.Source], list[Finding]]:
@@ -200,7 +222,7 @@ class Run:
         return by_severity([*failed, *(f for c in captures for f in c.findings), *workers.findings(self.workers),
                             *overlap.findings(self.kernels),
                             *self._comparable[1], *collectives.findings(*self._arrived()),
-                            *self._snapshots[1], *self.telemetry.findings])
+                            *self._snapshots[1], *self.topology.findings, *self.telemetry.findings])
 
     @lazy
     def diagnosis(self) -> list[Finding]:
@@ -255,15 +277,18 @@ class Run:
         return efficiency.efficiency(self.kernels, self.steps, self.hardware, by, where,
                                      self._told_to_handler("model_flops_per_step"))
 
+    def precision(self, by: By = ("op_type", "dtype"), where: Where = None) -> pd.DataFrame:
+        """Data types in which GEMMs and attention run; see metrics.precision.precision."""
+        return precision.precision(self.kernels, self.hardware, by, where)
+
     def collectives(self, by: By | None = None, where: Where = None, roles: Roles = None,
                     correct_clocks: bool = True) -> pd.DataFrame:
         """Waiting, transfer and bandwidth of collectives across ranks; see metrics.collectives.collectives.
 
         `roles`: of process groups, where those inferred are wrong. `correct_clocks=False`: hosts keep their clocks.
         """
-        links = {h.link_bytes_per_s for h in self.hardware.values() if h and h.link_bytes_per_s}
         return collectives.collectives(self._arrived(correct_clocks)[0], by, where, self._roles(roles),
-                                       links.pop() if len(links) == 1 else None)
+                                       self._link_bytes_per_s)
 
     def arrivals(self, where: Where = None, correct_clocks: bool = True) -> pd.DataFrame:
         """One row per collective and GPU: when it arrived, how long it waited; see metrics.collectives.arrivals."""
@@ -272,6 +297,12 @@ class Run:
     def process_groups(self, roles: Roles = None) -> pd.DataFrame:
         """What each process group is for; see metrics.process_groups.process_groups."""
         return process_groups.process_groups(self._arrived()[0], roles)
+
+    def group_islands(self, roles: Roles = None) -> pd.DataFrame:
+        """Which process groups span islands or hosts, and how fast they are there; see metrics.topology.group_islands.
+        """
+        return topology.group_islands(self._arrived()[0], self.collectives(roles=roles), self.process_groups(roles),
+                                      self.topology.islands, self._hosts(), self._link_bytes_per_s)
 
     def gradient_barrier(self, roles: Roles = None) -> pd.DataFrame:
         """The last reduction of gradients of each step; see metrics.collectives.gradient_barrier."""
@@ -351,6 +382,15 @@ class Run:
         """Waits, allocations, loading, compilation and collection of garbage; see metrics.host.host_calls."""
         return host.host_calls(self.calls, self.kernels, by, where)
 
+    @lazy
+    def stalls(self) -> pd.DataFrame:
+        """Every call that kept its GPU idle, for how long, and what came after; see metrics.host.stalls."""
+        return host.stalls(self.kernels, self.calls)
+
+    def step_stalls(self) -> pd.DataFrame:
+        """Data loading, waits, allocations and collections of garbage in each step; see metrics.host.step_stalls."""
+        return host.step_stalls(self.kernels, self.steps, self.calls)
+
     def idle_causes(self, by: By = "gpu", where: Where = None) -> pd.DataFrame:
         """What the host did while its GPU was idle; see metrics.host.idle_causes."""
         return host.idle_causes(self.kernels, self.calls, by, where)
@@ -374,10 +414,8 @@ class Run:
 
     def _arrived(self, correct_clocks: bool = True) -> tuple[pd.DataFrame, ranks.Matched]:
         if correct_clocks not in self._arrivals:
-            hosts = self.workers.drop_duplicates("gpu").set_index("gpu")["host"].astype(object)
             self._arrivals[correct_clocks] = collectives.arrivals(
-                self._comparable_kernels,
-                {int(g): None if pd.isna(h) else str(h) for g, h in hosts.items()}, self._members(), correct_clocks)
+                self._comparable_kernels, self._hosts(), self._members(), correct_clocks)
         return self._arrivals[correct_clocks]
 
     def _members(self) -> dict[int, dict[str, list[int]]]:
@@ -433,6 +471,22 @@ class Run:
         for name in ("hardware", "f_peak_mhz"):
             other.__dict__.pop(name, None)
         return other
+
+    def _sidecars(self) -> dict[int, Mapping[str, Any]]:
+        """Sidecar by `workers.capture`, where there is one."""
+        return {int(c): sidecar for c, f in zip(self.workers["capture"], self.workers["file"], strict=True)
+                if (sidecar := self._capture_of(f).sidecar)}
+
+    def _hosts(self) -> dict[int, str | None]:
+        """Host by gpu, None where the traces name none."""
+        hosts = self.workers.drop_duplicates("gpu").set_index("gpu")["host"].astype(object)
+        return {int(g): None if pd.isna(h) else str(h) for g, h in hosts.items()}
+
+    @property
+    def _link_bytes_per_s(self) -> float | None:
+        """Peak of the links of the run's GPUs, where all have the same."""
+        links = {h.link_bytes_per_s for h in self.hardware.values() if h and h.link_bytes_per_s}
+        return links.pop() if len(links) == 1 else None
 
     def _capture_of(self, file: str) -> Capture:
         return next(c for c in self.captures if c.file.path.name == file)

@@ -5,19 +5,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import pandas as pd
 
 from tb_chopper.backend import schema
-from tb_chopper.backend.alignment import clock
+from tb_chopper.backend.alignment import clock, devices
 from tb_chopper.backend.alignment.clock import Correction
 from tb_chopper.backend.alignment.curve import GAP, Curve, Grid
+from tb_chopper.backend.alignment.devices import Sidecars
 from tb_chopper.backend.findings import Finding, Severity
 from tb_chopper.backend.schema import TelemetryLog
 
-Sidecars = Mapping[int, Mapping[str, Any]]
 KERNEL_COLUMNS = ("clock_mhz", "memory_clock_mhz", "power_w")
 CLOCK_COLUMNS = ("host", "file", "offset_us", "drift_ppm", "residual_us", "n_pairs", "known")
 SAMPLED = "sampled"
@@ -120,26 +119,16 @@ def _host(log: TelemetryLog, workers: pd.DataFrame) -> tuple[str | None, list[Fi
 def _gpus(log: TelemetryLog, workers: pd.DataFrame, sidecars: Sidecars) -> tuple[dict[int, int], list[Finding]]:
     """The log's GPU numbers with the run's: by PCI address, else by order where there are as many of both, else by
     the device index that the training saw."""
-    devices: dict[int, Mapping[str, Any]] = {int(gpu): {} for gpu in workers["gpu"]}
-    for gpu, capture in zip(workers["gpu"], workers["capture"], strict=True):
-        # Of several captures of a GPU, those without a sidecar say nothing.
-        devices[int(gpu)] = sidecars.get(int(capture), {}).get("identity", {}).get("device") or devices[int(gpu)]
-    addresses = zip(log.gpus["gpu"], log.gpus["pci_address"], strict=True)
-    numbers = {str(a).lower(): int(g) for g, a in addresses if isinstance(a, str)}
-    found = {numbers[a]: gpu for gpu, d in devices.items() if (a := str(d.get("pci_address")).lower()) in numbers}
-    if len(found) == len(devices):
-        return found, _unused(log, found)
+    addresses = dict(zip(map(int, log.gpus["gpu"]), log.gpus["pci_address"], strict=True))
     present = sorted(map(int, log.samples["gpu"].unique()))
+    found, how = devices.matched(present, addresses, workers, sidecars)
+    if how == devices.ADDRESS:
+        return found, _unused(log, found)
     if not present:
         return {}, []
-    index = {d.get("index"): gpu for gpu, d in devices.items()}
-    if len(devices) == len(present):
-        found, how = dict(zip(present, sorted(devices), strict=True)), "their order"
-    elif len(index) == len(devices) and all(i in present for i in index):
-        found, how = {int(i): gpu for i, gpu in index.items() if i is not None}, "the training's device index"
-    else:
+    if not how:
         return {}, [_finding(log, "telemetry_gpus", "warning", f"left aside: {len(present)} GPUs in the log, "
-                             f"{len(devices)} in the run, and no PCI address to tell which is which")]
+                             f"{workers['gpu'].nunique()} in the run, and no PCI address to tell which is which")]
     text = f"no PCI address: its GPUs are matched to the run's by {how}"
     alone = len(found) == len(present) == 1
     return found, ([] if alone else [_finding(log, "telemetry_gpus", "info", text)]) + _unused(log, found)

@@ -5,9 +5,12 @@ the GPU was idle (docs/host.md).
     host idle = the part of a gap before the next launch call began; each moment of it has one cause:
                 compilation before data loading before allocation before garbage collection before synchronisation
                 before the rest, which is dispatch: Python and the framework
+    data stall = |data loading \\ GPU work| / window of the step (reference: data-loader stalls)
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -15,7 +18,7 @@ import pandas as pd
 from tb_chopper.backend import intervals as iv
 from tb_chopper.backend.metrics import grouping
 from tb_chopper.backend.metrics.grouping import By, Where
-from tb_chopper.backend.metrics.timeline import gaps
+from tb_chopper.backend.metrics.timeline import Gaps, gaps, timeline
 
 SHORT_NS = 10_000
 """kernels below this cost about as much to launch as to run"""
@@ -103,22 +106,33 @@ def launches(kernels: pd.DataFrame, by: By = ("gpu", "step"), where: Where = Non
 def host_calls(calls: pd.DataFrame, kernels: pd.DataFrame, by: By = ("gpu", "kind", "name"),
                where: Where = None) -> pd.DataFrame:
     """One row per group of CALLS: n, time_us (Σ duration), longest_us, idle_us (the part under which the GPU had
-    nothing to do: it may have waited for it), sorted by idle time."""
+    nothing to do: it may have waited for it), caused_us (idle time whose cause they are, as in `idle_causes`), sorted
+    by idle time."""
     by = grouping.columns(by)
-    chosen = grouping.select(calls, where)
+    caused = stalls(kernels, calls)
+    chosen = grouping.select(calls.assign(caused=pd.Series(0, index=calls.index)).reset_index(drop=True), where)
+    caused = caused[caused["call"].isin(chosen.index)]
+    chosen.loc[caused["call"], "caused"] = caused["idle_ns"].to_numpy()
     start, end = chosen["start_ns"].to_numpy(), chosen["end_ns"].to_numpy()
-    idle = np.zeros(len(chosen), np.int64)
-    for gpu, rows in kernels.groupby("gpu"):
-        mine = np.flatnonzero(chosen["gpu"] == gpu)
-        free = _idle(rows)
-        idle[mine] = iv.covered(start[mine], end[mine], free)
+    idle = _uncovered(chosen, kernels)
     codes, groups = grouping.number(chosen, by)
     n = len(groups)
     longest = np.zeros(n, np.int64)
     np.maximum.at(longest, codes, end - start)
     out = groups.assign(n=np.bincount(codes, minlength=n), time_us=grouping.sums(codes, n, end - start) / 1000,
-                        longest_us=longest / 1000, idle_us=grouping.sums(codes, n, idle) / 1000)
+                        longest_us=longest / 1000, idle_us=grouping.sums(codes, n, idle) / 1000,
+                        caused_us=grouping.sums(codes, n, chosen["caused"].to_numpy()) / 1000)
     return out.sort_values("idle_us", ascending=False, kind="stable", ignore_index=True)
+
+
+def _uncovered(calls: pd.DataFrame, kernels: pd.DataFrame) -> np.ndarray:
+    """Of each call the time under which nothing runs on its GPU, ns."""
+    start, end = calls["start_ns"].to_numpy(), calls["end_ns"].to_numpy()
+    idle = np.zeros(len(calls), np.int64)
+    for gpu, rows in kernels.groupby("gpu"):
+        mine = np.flatnonzero(calls["gpu"] == gpu)
+        idle[mine] = iv.covered(start[mine], end[mine], _idle(rows))
+    return idle
 
 
 def _idle(rows: pd.DataFrame) -> iv.Union:
@@ -153,20 +167,165 @@ def idle_causes(kernels: pd.DataFrame, calls: pd.DataFrame, by: By = "gpu", wher
 def _causes_of(rows: pd.DataFrame, calls: pd.DataFrame) -> list[pd.DataFrame]:
     """Rows of one capture that ended a gap, once per cause of it, with idle_ns."""
     gap = gaps(rows)
-    start, end = calls["start_ns"].to_numpy(), calls["end_ns"].to_numpy()
-    kind = calls["kind"].astype(object).to_numpy()
     low, high = gap.end, gap.end + gap.host
-    taken = iv.union(low[:0], high[:0])
-    found: list[tuple[str, np.ndarray]] = []
-    for cause in CAUSES:
-        mine = kind == cause
-        whole = iv.union(start[mine], end[mine])
-        if cause == "sync":
-            # The gap begins within the wait: the device ran dry because nobody launched meanwhile.
-            dry = iv.covered(low, low + 1, whole) > 0
-            whole = iv.merge(whole, iv.union(low[dry], high[dry]))
-        found.append((cause, iv.covered(low, high, iv.subtract(whole, taken))))
-        taken = iv.merge(taken, whole)
+    found = [(b.cause, iv.covered(low, high, b.whole)) for b in _blames(gap, calls)]
     rest = gap.host - sum(ns for _, ns in found)
     found += [(DISPATCH, rest), ("device", gap.device), ("unknown", gap.start - gap.end - gap.host - gap.device)]
     return [rows[some].assign(cause=cause, idle_ns=ns[some]) for cause, ns in found if (some := ns > 0).any()]
+
+
+class _Blame(NamedTuple):
+    """What one cause is blamed for. whole: the time; idle: of each call, the idle time due to it, ns."""
+
+    cause: str
+    whole: iv.Union
+    idle: np.ndarray
+
+
+def _blames(gap: Gaps, calls: pd.DataFrame) -> list[_Blame]:
+    """Who is blamed for the host parts of gaps, in order of precedence: no moment is blamed on two."""
+    start, end = calls["start_ns"].to_numpy(), calls["end_ns"].to_numpy()
+    kind = calls["kind"].astype(object).to_numpy()
+    low, high = gap.end, gap.end + gap.host
+    hosts = iv.union(low, high)
+    taken = iv.union(low[:0], high[:0])
+    out = []
+    for cause in CAUSES:
+        mine = np.flatnonzero(kind == cause)
+        # Of calls within each other the outer one, which began first.
+        mine = mine[np.argsort(start[mine], kind="stable")]
+        begin = np.maximum(start[mine], np.concatenate((start[mine][:1], np.maximum.accumulate(end[mine])[:-1])))
+        whole, free = iv.union(start[mine], end[mine]), iv.subtract(hosts, taken)
+        idle = np.zeros(len(calls), np.int64)
+        if cause == "sync" and len(mine):
+            # The gap begins within the wait: the device ran dry because nobody launched meanwhile.
+            dry = np.flatnonzero((iv.covered(low, low + 1, whole) > 0) & (high > low))
+            waited = mine[np.searchsorted(begin, low[dry], side="right") - 1]
+            np.add.at(idle, waited, iv.covered(low[dry], high[dry], free))
+            of_gaps = iv.union(low[dry], high[dry])
+            whole, free = iv.merge(whole, of_gaps), iv.subtract(free, of_gaps)
+        idle[mine] += iv.covered(begin, np.maximum(end[mine], begin), free)
+        out.append(_Blame(cause, iv.subtract(whole, taken), idle))
+        taken = iv.merge(taken, whole)
+    return out
+
+
+# ---- which call, how often -------------------------------------------------------------------------------------------
+
+STALL_COLUMNS = ("call", "gpu", "kind", "name", "start_ns", "end_ns", "step", "idle_ns", "next_step", "next_phase",
+                 "next_operation", "at")
+
+
+def stalls(kernels: pd.DataFrame, calls: pd.DataFrame) -> pd.DataFrame:
+    """One row per call that kept its GPU idle, in order of gpu and time: call (row of `calls`, counted from 0), gpu,
+    kind, name, start_ns, end_ns and step of the call, idle_ns (whose cause it is: they add up to `idle_causes`), and of
+    the kernel that ended the idle time: next_step, next_phase, next_operation, at (gpu@start_ns)."""
+    parts = [part for _, rows in kernels.groupby("capture", sort=True)
+             if len(part := _stalls_of(rows, calls.reset_index(drop=True)))]
+    if not parts:
+        return pd.DataFrame(columns=list(STALL_COLUMNS))
+    return pd.concat(parts).sort_values(["gpu", "start_ns"], kind="stable", ignore_index=True)
+
+
+def _stalls_of(rows: pd.DataFrame, calls: pd.DataFrame) -> pd.DataFrame:
+    mine = calls[calls["gpu"] == rows["gpu"].iloc[0]]
+    gap = gaps(rows)
+    idle = sum((b.idle for b in _blames(gap, mine)), np.zeros(len(mine), np.int64))
+    chosen = mine[idle > 0]
+    # The first idle time on the host's side that ends after the call began is the one that it caused.
+    order = np.argsort(gap.end, kind="stable")
+    order = order[gap.host[order] > 0]
+    first = np.searchsorted((gap.end + gap.host)[order], chosen["start_ns"].to_numpy(), side="right")
+    ended = rows.iloc[order[np.minimum(first, len(order) - 1)]] if len(chosen) else rows.iloc[:0]
+    return pd.DataFrame({
+        "call": chosen.index, **{c: chosen[c].array for c in ("gpu", "kind", "name", "start_ns", "end_ns", "step")},
+        "idle_ns": idle[idle > 0], "next_step": ended["step"].array,
+        **{f"next_{c}": ended[c].astype(object).array for c in ("phase", "operation")},
+        "at": [f"{g}@{t}" for g, t in zip(ended["gpu"], ended["start_ns"], strict=True)]})
+
+
+def in_the_middle(stalled: pd.DataFrame) -> pd.Series:
+    """Which stalls are waits for the device in the middle of a step: a kernel of the same step's forward or backward
+    ended them. The wait at the end of a step, and those for the norm of the gradients, are part of most trainings."""
+    same = (stalled["step"] == stalled["next_step"]).fillna(False).astype(bool)
+    return (stalled["kind"] == "sync") & same & (stalled["next_phase"] != "optimizer")
+
+
+def step_stalls(kernels: pd.DataFrame, steps: pd.DataFrame, calls: pd.DataFrame) -> pd.DataFrame:
+    """One row per gpu, step and kind of call that either ran in the step or kept the GPU idle before a kernel of it:
+    gpu, step, kind, n (calls that began in it), time_us (their union), uncovered_us (of it, what no GPU work covers),
+    idle_us (idle time before the step's kernels that is due to such calls), window_us (of the step on the GPU),
+    uncovered_share and idle_share (of the window), at (the kernel that ended the longest stall)."""
+    keys = ["gpu", "step", "kind"]
+    own = calls[calls["step"].notna()].astype({"kind": object})
+    free = {int(g): _idle(rows) for g, rows in kernels.groupby("gpu")}
+    rows = []
+    for (gpu, step, kind), some in own.groupby(keys):
+        whole = iv.union(some["start_ns"].to_numpy(), some["end_ns"].to_numpy())
+        uncovered = iv.intersect(whole, free[gpu]).length if gpu in free else 0
+        rows.append((gpu, step, kind, len(some), whole.length / 1000, uncovered / 1000))
+    ran = pd.DataFrame(rows, columns=[*keys, "n", "time_us", "uncovered_us"])
+    found = stalls(kernels, calls)
+    found = found[found["next_step"].notna()].sort_values("idle_ns", ascending=False, kind="stable")
+    found = found.assign(step=found["next_step"], kind=found["kind"].astype(object))
+    idle = found.groupby(keys).agg(idle_us=("idle_ns", "sum"), at=("at", "first")).reset_index()
+    idle["idle_us"] = idle["idle_us"] / 1000
+    types = {"gpu": "int64", "step": "int64"}
+    out = ran.astype(types).merge(idle.astype(types), on=keys, how="outer")
+    windows = timeline(kernels, steps, ["gpu", "step"])[["gpu", "step", "total_us"]].dropna()
+    out = out.merge(windows.astype(types).rename(columns={"total_us": "window_us"}), on=["gpu", "step"], how="left")
+    zero = {"n": 0, "time_us": 0.0, "uncovered_us": 0.0, "idle_us": 0.0}
+    out = out.fillna(zero).astype({"n": "int64"})
+    window = out["window_us"].where(out["window_us"] > 0)
+    return out.assign(uncovered_share=out["uncovered_us"] / window, idle_share=out["idle_us"] / window)[
+        [*keys, "n", "time_us", "uncovered_us", "idle_us", "window_us", "uncovered_share", "idle_share", "at"]]
+
+
+ONCE = 2.0
+"""a value above this factor on the mean of the others stands alone"""
+
+
+class Recurring(NamedTuple):
+    """What idle time costs in every step. us: of a step on its most idle GPU; gpu and excess_us: the GPU that has most
+    more than the median of the others, and how much of it; per_gpu: of each GPU, µs per step; steps: those measured."""
+
+    us: float
+    gpu: int
+    excess_us: float
+    per_gpu: pd.Series
+    steps: tuple[int, ...]
+
+
+def recurring(stalled: pd.DataFrame, steps: pd.DataFrame, first: bool = True) -> Recurring | None:
+    """The idle time of some rows of `stalls` as it comes back in the steps of a run; None below two steps.
+
+    By the step of the kernel that ended it; `first=False` leaves out the first step of each capture, for what comes
+    before the first kernel of a step: there it is not recorded. A mean over steps. Where the largest stands alone, the
+    median or the mean of the others instead, whichever is more: what happens once is an outlier, not a habit.
+    """
+    known = steps[steps["gpu_start_ns"].notna()]
+    if not first:
+        known = known[known["step"] > known.groupby("capture")["step"].transform("min")]
+    idle = stalled[stalled["next_step"].notna()].groupby(["gpu", "next_step"])["idle_ns"].sum() / 1000
+    at = pd.MultiIndex.from_frame(known[["gpu", "step"]].drop_duplicates().astype("int64"))
+    index = idle.index.set_names(["gpu", "step"])
+    table = pd.Series(idle.to_numpy("float64"), index=index).reindex(at).fillna(0.0).unstack("gpu")
+    if len(table) < 2:
+        return None
+    per_gpu = table.apply(lambda c: _usual(c.dropna().to_numpy()))
+    late, excess = int(table.columns[0]), 0.0
+    if table.shape[1] > 1:
+        more = {int(g): _usual((table[g] - table.drop(columns=g).median(axis=1)).fillna(0.0).to_numpy()) for g in table}
+        late = max(more, key=lambda g: more[g])
+        excess = more[late]
+    return Recurring(_usual(table.max(axis=1).to_numpy()), late, excess, per_gpu, tuple(map(int, table.index)))
+
+
+def _usual(values: np.ndarray) -> float:
+    if len(values) < 2:
+        return 0.0
+    ordered = np.sort(values)
+    others = float(ordered[:-1].mean())
+    if ordered[-1] > ONCE * others:
+        return max(others, float(ordered[(len(ordered) - 1) // 2]))
+    return float(values.mean())

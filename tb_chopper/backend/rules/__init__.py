@@ -25,6 +25,10 @@ RULES: tuple[str, ...] = (
     "gradient_barrier",
     "slow_link",
     "small_messages",
+    "data_stall",
+    "synchronizing_calls",
+    "allocator_calls",
+    "garbage_collection",
 )
 """Modules of this package. A diagnosis has the name of its rule as `code`."""
 

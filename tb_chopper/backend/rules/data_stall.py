@@ -1,0 +1,38 @@
+"""The GPU waits for data (reference: data-loader stalls)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tb_chopper.backend.rules import stall
+from tb_chopper.backend.rules.diagnosis import Diagnosis, Evidence, severity
+
+if TYPE_CHECKING:
+    from tb_chopper.backend.findings import Finding
+    from tb_chopper.backend.run import Run
+
+REMEDY = ("DataLoader(num_workers=, prefetch_factor=, persistent_workers=True, pin_memory=True) and copies with "
+          "non_blocking=True; where decoding is the limit, decode on the GPU (DALI) or store what is decoded")
+REMEDY_ONE = "look at the loader, the disk and the CPU cores of this process first; if all is equal: "
+
+
+def rule(run: Run) -> list[Finding]:
+    """One diagnosis for the run: the loader of one GPU, or of all."""
+    found = stall.find(run, run.stalls[run.stalls["kind"] == "loader"], first=False)
+    if found is None:
+        return []
+    windows = run.step_stalls()
+    mine = windows[(windows["kind"] == "loader") & windows["gpu"].isin(found.gpus)]
+    share = float(mine["uncovered_us"].sum() / mine["window_us"].sum())
+    late = f"; the others wait for GPU {found.gpu}" if found.alone and run.workers["gpu"].nunique() > 1 else ""
+    return [Diagnosis(
+        "data_stall", severity(found.gain_ms, found.step_ms),
+        f"{found.where} idles {found.share}, while its host waits for data{late}" if found.where != "the GPUs" else
+        f"the GPUs idle {found.share}, while their hosts wait for data",
+        title=f"The data loader of GPU {found.gpu} is late" if found.alone else "The GPUs wait for data",
+        evidence=(*found.evidence(), Evidence("loading that no GPU work covers", share, "share")),
+        cause="the loader of this process is slower than those of the others" if found.alone else
+        "the next batch is not ready when the step begins",
+        remedy=(REMEDY_ONE if found.alone else "") + REMEDY,
+        gain_ms=found.gain_ms, gain_how=found.how, gpus=found.gpus, steps=found.steps, view="host",
+        selection={"gpu": found.gpu, "by": "step"}, kernel=found.at)]

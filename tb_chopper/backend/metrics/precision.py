@@ -25,7 +25,9 @@ TYPES = ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "int8")
 MATRIX_TYPES = ("gemm", "attention")
 """Those of schema.OP_TYPES that multiply matrices."""
 
-_TF32 = re.compile("tf32|s1688gemm")
+_TF32 = re.compile("tf32")
+_AMD = re.compile(r"Cijk_|mfma|xdl|gtcx")
+"""Their matrix cores multiply fp32 as it is; NVIDIA's tensor cores know it as tf32 only."""
 _MATRIX_CORES = re.compile(
     r"[sh]1688|[sh]16816|[sh]884|s161616|i8816|i16832|hmma|imma|wgmma|wmma|nvjet|xmma|tensorop|_tn_align|mfma|xdl"
     r"|igemm_\w+_gtcx|Cijk_.*_MI\d+x|flash|fmha|attn_[fb]wd|triton_tem_", re.IGNORECASE)
@@ -79,12 +81,13 @@ def precision(kernels: pd.DataFrame, gpus: Gpus, by: By = ("op_type", "dtype"), 
 
 def matrix_types(kernels: pd.DataFrame, recorded: pd.Series) -> pd.Series:
     """Data type (of TYPES) in which each row multiplies: the recorded one of its operands, else its name's; null where
-    neither tells. fp32 operands may be multiplied as tf32: then the name says so."""
-    codes = kernels["name"].cat.codes.to_numpy()
-    named = np.array([*map(_type_in, kernels["name"].cat.categories), None], dtype=object)[codes]
+    neither tells. fp32 operands are multiplied as tf32 on tensor cores."""
+    names = kernels["name"]
+    named = np.array([*map(_type_in, names.cat.categories), None], dtype=object)[names.cat.codes.to_numpy()]
     told = recorded.astype(object).to_numpy()
-    of_operands = np.where((told == "fp32") & _has(_TF32, kernels["name"]), "tf32", told)
-    return pd.Series(pd.Categorical(np.where(pd.notna(told), of_operands, named), categories=list(TYPES)),
+    kind = np.where(pd.notna(told), told, named)
+    tf32 = _has(_TF32, names) | (on_matrix_cores(names) & ~_has(_AMD, names))
+    return pd.Series(pd.Categorical(np.where((kind == "fp32") & tf32, "tf32", kind), categories=list(TYPES)),
                      kernels.index)
 
 

@@ -36,6 +36,7 @@ class Capture:
     steps: pd.DataFrame
     memory: pd.DataFrame
     calls: pd.DataFrame
+    actions: pd.DataFrame
     meta: dict[str, Any] = field(default_factory=dict)
     sidecar: dict[str, Any] = field(default_factory=dict)
     findings: list[Finding] = field(default_factory=list)
@@ -107,7 +108,7 @@ def load(file: TraceFile, communication: Sequence[str] = (), progress: Progress 
     if cached is not None:
         frames, stored = cached
         return Capture(file, frames["kernels"], frames["steps"], frames["memory"],
-                       frames["calls"], stored["meta"], sidecar,
+                       frames["calls"], frames["actions"], stored["meta"], sidecar,
                        findings + [Finding(**f) for f in stored["findings"]], stored["complete"])
     trace = kineto.read(file.path, progress)
     attributed = attribute(trace, sidecar, communication)
@@ -115,11 +116,12 @@ def load(file: TraceFile, communication: Sequence[str] = (), progress: Progress 
     kernels = with_gaps(with_overlap(attributed.kernels.assign(capture=codes.astype("int64"))))
     found = [replace(f, file=file.path.name) for f in (*findings, *trace.findings, *attributed.findings)]
     capture = Capture(file, schema.conform(kernels, schema.KERNELS), attributed.steps, trace.memory,
-                      host_calls.find(trace.host, attributed.steps), trace.meta, sidecar, found, trace.complete)
+                      host_calls.find(trace.host, attributed.steps), attributed.actions, trace.meta, sidecar, found,
+                      trace.complete)
     if is_local:
         cache.store(Path(file.path), key,
                     {"kernels": capture.kernels, "steps": capture.steps, "memory": capture.memory,
-                     "calls": capture.calls},
+                     "calls": capture.calls, "actions": capture.actions},
                     {"meta": capture.meta, "findings": [f.as_dict() for f in found[len(findings):]],
                      "complete": capture.complete})
     return capture

@@ -302,7 +302,8 @@ class Run:
         """Which process groups span islands or hosts, and how fast they are there; see metrics.topology.group_islands.
         """
         return topology.group_islands(self._arrived()[0], self.collectives(roles=roles), self.process_groups(roles),
-                                      self.topology.islands, self._hosts(), self._link_bytes_per_s)
+                                      self.topology.islands, self._hosts(), self._link_bytes_per_s,
+                                      self.own_times["step"].unique())
 
     def gradient_barrier(self, roles: Roles = None) -> pd.DataFrame:
         """The last reduction of gradients of each step; see metrics.collectives.gradient_barrier."""

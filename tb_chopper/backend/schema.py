@@ -89,6 +89,7 @@ DEVICE: Table = (
     Column("dtype", "category", "", "dtype of the message, or null"),
     Column("in_nelems", "int64", "", "In msg nelems of this rank, else -1"),
     Column("out_nelems", "int64", "", "Out msg nelems of this rank, else -1"),
+    Column("peer", "int64", "", "messages between two: rank of the other, else -1"),
 )
 
 MEMORY: Table = (
@@ -141,7 +142,7 @@ KERNELS: Table = (
     Column("unattributed_ns", "int64", "ns", "gap before a kernel whose launch is unknown"),
     *(c for c in DEVICE if c.name in (
         "bytes", "grid", "block", "blocks_per_sm", "occupancy", "collective", "group", "group_desc",
-        "group_size", "group_seq", "dtype", "in_nelems", "out_nelems")),
+        "group_size", "group_seq", "dtype", "in_nelems", "out_nelems", "peer")),
 )
 
 STEPS: Table = (
@@ -171,6 +172,25 @@ CALLS: Table = (
 )
 """What a host did that may keep its GPU waiting: waits for the device, driver allocations, data loading, compilation,
 garbage collection."""
+
+ACTION_KINDS = ("F", "B", "I", "W")
+
+ACTIONS: Table = (
+    Column("gpu", "int64", "", "as in KERNELS"),
+    Column("capture", "int64", "", "row of WORKERS"),
+    Column("device", "category", "", "as in KERNELS"),
+    Column("step", "Int64", "", "training step by its start on the host, missing outside"),
+    Column("kind", "category", "", f"one of {ACTION_KINDS}: forward, backward, its part for inputs, for weights"),
+    Column("stage", "int64", "", "stage, counted over all ranks; -1: its name does not tell"),
+    Column("microbatch", "int64", "", "microbatch, from 0"),
+    Column("start_ns", "int64", "ns", "start on the host"),
+    Column("end_ns", "int64", "ns", "end on the host"),
+    Column("first_ns", "Int64", "ns", "first start of the work it launched, messages between stages left out"),
+    Column("last_ns", "Int64", "ns", "last end of that work; missing where it launched none"),
+    Column("busy_ns", "int64", "ns", "time in which any of that work ran"),
+    Column("schedule", "category", "", "class of the schedule and its size as its scope tells, or null"),
+)
+"""Actions of a pipeline schedule: one microbatch in one stage, forward or backward."""
 
 WORKERS: Table = (
     Column("capture", "int64", "", "row number: one per (file, device)"),

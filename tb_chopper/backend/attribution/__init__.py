@@ -9,6 +9,7 @@ backward nodes to the forward operators they belong to. The rules in plain words
     names      what a name means                  operations what the row's work is called
     places     phase, layer and operation of a scope, and why: reasons
     steps      training steps                     standin    CPU operators where there is no GPU
+    pipeline_actions  what a pipeline schedule did
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from tb_chopper.backend import classify, schema
 from tb_chopper.backend.attribution import (
     launches,
     operations,
+    pipeline_actions,
     places,
     processes,
     reasons,
@@ -47,10 +49,12 @@ KERNELS = tuple(c for c in schema.KERNELS if c.name not in (*METRIC_COLUMNS, *CA
 
 @dataclass(frozen=True)
 class Attributed:
-    """`kernels`: KERNELS above, in order of start; `steps`: schema.STEPS, one row per (device, step)."""
+    """`kernels`: KERNELS above, in order of start; `steps`: schema.STEPS, one row per (device, step); `actions`:
+    schema.ACTIONS without gpu and capture."""
 
     kernels: pd.DataFrame
     steps: pd.DataFrame
+    actions: pd.DataFrame
     findings: list[Finding]
 
 
@@ -72,10 +76,11 @@ def attribute(trace: schema.Trace, sidecar: Mapping[str, Any] | None = None,
     kernels = schema.concat([r.kernels for r in results], KERNELS).sort_values("start_ns", kind="stable",
                                                                                ignore_index=True)
     table = schema.concat([r.steps for r in results], schema.STEPS)
+    actions = schema.concat([r.actions for r in results], schema.ACTIONS)
     findings = [f for r in results for f in r.findings]
     findings.append(Finding("several_processes", "warning", f"{len(parts)} processes in one file: each is attributed "
                             "by itself, with the devices that its launch calls explain best", len(parts)))
-    return Attributed(kernels, table, findings)
+    return Attributed(kernels, table, actions, findings)
 
 
 def _attribute(trace: schema.Trace, modules: Sequence[str], communication: Sequence[str]) -> Attributed:
@@ -90,7 +95,7 @@ def _attribute(trace: schema.Trace, modules: Sequence[str], communication: Seque
     lost = steps.lost_work(windows, start[calls], start[launches.lost_calls(calls, device_rows.launch)])
     table = steps.table(windows, kernels, lost)
     told = [*steps.told(windows), *steps.incomplete(table)] if len(kernels) else []
-    return Attributed(kernels, table, findings + step_findings + told)
+    return Attributed(kernels, table, pipeline_actions.find(host, kernels, windows), findings + step_findings + told)
 
 
 def _kernels(host: pd.DataFrame, found: Scopes, row: Rows, windows: Windows,

@@ -36,6 +36,7 @@ def find(host: pd.DataFrame, steps: pd.DataFrame) -> pd.DataFrame:
         rows = np.flatnonzero(kind == of_kind)
         if len(rows):
             code[rows] = by_name[names[rows]]
+    code[(code == schema.CALL_KINDS.index("loader")) & ~_drives(host)] = -1
     at = np.flatnonzero(code >= 0)
     at = at[np.argsort(host["start_ns"].to_numpy()[at], kind="stable")]
     chosen = host.iloc[at]
@@ -45,6 +46,23 @@ def find(host: pd.DataFrame, steps: pd.DataFrame) -> pd.DataFrame:
         "name": chosen["name"].cat.remove_unused_categories().array, "start_ns": start,
         "end_ns": chosen["end_ns"].to_numpy(), "thread": chosen["thread"].to_numpy("int64"),
         "step": _steps(start, steps), "gpu": 0}), schema.CALLS)
+
+
+STEP = "ProfilerStep#"
+MAIN_SHARE = 0.1
+"""of the runtime calls of a file: a thread with so many launches what the training needs"""
+
+
+def _drives(host: pd.DataFrame) -> np.ndarray:
+    """Of each row whether its thread holds the steps or launches much of the work: a loader in the background keeps no
+    GPU waiting. True everywhere where no thread does either."""
+    thread = host["thread"].to_numpy()
+    runtime = host["kind"].cat.codes.to_numpy() == schema.ALL_HOST_KINDS.index("runtime")
+    counts = np.bincount(thread[runtime], minlength=int(thread.max(initial=-1)) + 1)
+    drives = counts >= max(MAIN_SHARE * counts.sum(), 1)
+    steps = [i for i, name in enumerate(host["name"].cat.categories) if name.startswith(STEP)]
+    drives[thread[np.isin(host["name"].cat.codes.to_numpy(), steps)]] = True
+    return drives[thread] if drives.any() else np.ones(len(host), bool)
 
 
 def _first(patterns: dict[str, re.Pattern[str]], name: str) -> int:

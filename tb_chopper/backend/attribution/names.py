@@ -151,6 +151,7 @@ _ANNOTATIONS: list[tuple[re.Pattern[str], Callable[[re.Match[str]], Meaning]]] =
     (re.compile(r"^FullyShardedDataParallel\.forward$"), lambda m: Meaning(Role.FSDP1_FORWARD, m[0])),
     (re.compile(r"^FullyShardedDataParallel\.(?P<method>\w+)$"), _fsdp1),
     (re.compile(r"^PP:(\d+(?P<action>[A-Z_]+)\d*$|\()"), _pipeline),
+    (re.compile(r"^chopper::pp::(?P<action>F|B|I|W|schedule)::"), _pipeline),
     (re.compile(r"^Forward \d+$"), _wrapper(FORWARD)),
     (re.compile(r"^Backward \d+$"), _wrapper(BACKWARD)),
     (re.compile(r"^(?P<kind>\w+)::(?P<fqn>[A-Za-z_]\w*(\.\w+)*)$"), _module),

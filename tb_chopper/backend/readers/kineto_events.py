@@ -80,6 +80,8 @@ class Args(msgspec.Struct, gc=False):
     dtype: Text = None
     group: Text = _named("Process Group Name")
     group_desc: Text = _named("Process Group Description")
+    source: Number = _named("Src Rank", MISSING)
+    destination: Number = _named("Dst Rank", MISSING)
     group_seq: Number = _named("Seq", MISSING)
     external_id_2021: Number = _named("external id", MISSING)
     name: Text = None
@@ -279,6 +281,8 @@ def _device(events: list[Event], activities: np.ndarray, counts: Counter[str]) -
         columns[column] = _integers(list(map(attrgetter(column), args)))
     for column in ("collective", "group", "group_desc", "dtype"):
         columns[column] = _texts(map(attrgetter(column), args))
+    source, destination = (_integers(list(map(attrgetter(name), args))) for name in ("source", "destination"))
+    columns["peer"] = np.where(source >= 0, source, destination)  # a message received names one, a sent one the other
     return _rows(columns, usable & ~untimed)
 
 

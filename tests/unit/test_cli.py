@@ -26,7 +26,8 @@ def test_analyze_json_has_the_documented_shape(log, capsys):
     result = json.loads(capsys.readouterr().out)
     assert result["schema_version"] == 1
     [run] = result["runs"]
-    assert set(run) == {"run", "workers", "findings"} and run["run"] == "run"
+    assert set(run) == {"run", "workers", "step_ms", "diagnosis", "findings"} and run["run"] == "run"
+    assert run["step_ms"] == 1.0
     [worker] = run["workers"]
     assert set(worker) == {"file", "rank", "host", "gpu_name", "device", "n_kernels", "n_steps", "gpu_time_us",
                            "launch_us", "steps", "findings"}
@@ -37,6 +38,32 @@ def test_analyze_json_has_the_documented_shape(log, capsys):
     # Worked out from the builder: per step 2 x 45 + 2 x 45.5 + 60.25 of compute and 100 of communication.
     assert worker["gpu_time_us"]["compute"] == 2 * 241.25
     assert worker["gpu_time_us"]["communication"] == 200
+
+
+def test_analyze_says_what_costs_time(log, capsys):
+    """The builder's step: 241.25 µs of compute, 100 of communication of which 35.5 under compute, of 1000."""
+    assert main(["analyze", str(log), "--json"]) == 0
+    [found] = json.loads(capsys.readouterr().out)["runs"][0]["diagnosis"]
+    assert set(found) == {"code", "severity", "title", "message", "evidence", "cause", "remedy", "gain_ms", "gain_how",
+                          "gpus", "steps", "view"}
+    assert found["code"] == "low_utilization" and found["gain_ms"] == pytest.approx(0.69425)
+    assert main(["analyze", str(log)]) == 0
+    out = capsys.readouterr().out
+    assert "What costs time in a step of 1.000 ms" in out
+    assert "1. The GPUs are idle for much of the step: about 694.250 µs per step (69.4%) [low_utilization]" in out
+
+
+@pytest.mark.parametrize(("asked", "code"), [
+    (["warning"], 1), (["info"], 1), (["low_utilization"], 1), (["slow_gpu", "low_utilization"], 1), (["slow_gpu"], 0)])
+def test_fail_on_is_an_exit_code(log, capsys, asked, code):
+    assert main(["analyze", str(log), *(f"--fail-on={name}" for name in asked)]) == code
+    assert ("found low_utilization" in capsys.readouterr().err) == bool(code)
+
+
+def test_fail_on_knows_its_rules(log, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["analyze", str(log), "--fail-on", "slow"])
+    assert ended.value.code == 2 and "slow_gpu" in capsys.readouterr().err
 
 
 def test_analyze_prints_a_report(log, capsys):

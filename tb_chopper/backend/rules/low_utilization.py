@@ -34,8 +34,7 @@ def rule(run: Run) -> list[Finding]:
     kernels = run.kernels
     if step is None or (kernels["device"] == "cpu").all():
         return []
-    windows = run.timeline(by=["gpu", "step"])
-    windows = windows[windows["total_us"] > 0]
+    windows = run.timeline(by=["gpu", "step"]).astype({"step": "int64"}).merge(run.own_times, on=["gpu", "step"])
     busy = float((windows["busy_us"] / windows["total_us"]).median())
     if not busy < thresholds.UTILIZATION:
         return []

@@ -22,20 +22,19 @@ def rule(run: Run) -> list[Finding]:
     step = step_ms(run)
     if step is None or run.workers["host"].nunique() > 1:
         return []
-    each = run.collectives()
-    each = each[(each["source"] == "measured") & each["link_share"].notna() & each["step"].notna()
+    windows = run.own_times[["gpu", "step"]].drop_duplicates()
+    each = run.collectives(where={"step": windows["step"].unique().tolist()})
+    each = each[(each["source"] == "measured") & each["link_share"].notna()
                 & (each["latency_bound"] == False)]  # noqa: E712  (three-valued)
-    if not len(each):
-        return []
-    n = run.own_times[["gpu", "step"]].drop_duplicates().shape[0]
-    return [found for group, rows in each.groupby("group") if (found := _of_group(str(group), rows, step, n))]
+    return [found for group, rows in each.groupby("group")
+            if (found := _of_group(str(group), rows, step, len(windows)))]
 
 
 def _of_group(group: str, rows: pd.DataFrame, step: float, n: int) -> Diagnosis | None:
     # Weighted by time: a few slow ones among many must not be hidden by the median.
     weight = rows["transfer_us"] * rows["n_ranks"]
     reached = float((rows["link_share"] * weight).sum() / weight.sum())
-    exposed = (rows["exposed_us"] - rows["exposed_wait_us"].fillna(0)).clip(lower=0).sum() / max(n, 1) / 1000
+    exposed = (rows["exposed_us"] - rows["exposed_wait_us"].fillna(0)).clip(lower=0).sum() / n / 1000
     gain = float(exposed) * (1 - reached / thresholds.LINK_REACHES)
     if reached >= thresholds.LINK_SLOW or gain < thresholds.SMALL_GAIN * step:
         return None

@@ -18,10 +18,10 @@ HOW = ("exposed time of these collectives in a step, waiting left out, mean over
 def rule(run: Run) -> list[Finding]:
     """One diagnosis per run; only where sizes and the link's peak are known."""
     step = step_ms(run)
-    each = run.collectives()
-    small = each[(each["latency_bound"] == True) & each["step"].notna()]  # noqa: E712  (three-valued)
     windows = run.own_times[["gpu", "step"]].drop_duplicates()
-    if step is None or not len(small) or not len(windows):
+    each = run.collectives(where={"step": windows["step"].unique().tolist()})
+    small = each[each["latency_bound"] == True]  # noqa: E712  (three-valued)
+    if step is None or not len(small):
         return []
     n = len(small) / windows["step"].nunique()
     exposed = (small["exposed_us"] - small["exposed_wait_us"].fillna(0)).clip(lower=0)

@@ -1,0 +1,262 @@
+"""What the rules say of runs whose answer is planted, and that they are silent just below their thresholds (µs)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tb_chopper
+from tb_chopper.backend import rules
+from tb_chopper.backend.findings import Finding
+from tb_chopper.backend.rules import thresholds
+from tb_chopper.backend.rules.diagnosis import Diagnosis
+from tb_chopper.backend.run import Run
+from tests.builders import TraceBuilder
+from tests.unit import sampled_runs
+
+STEP, STEPS = 1000, 6
+LINK = 450e9
+"""bytes per second and direction between H100s"""
+
+
+def run_of(folder: Path, ranks: int, step: Callable[[TraceBuilder, int, float, int], None]) -> Run:
+    """Traces in which `step(trace, rank, start, number)` adds each of the steps."""
+    for rank in range(ranks):
+        trace = TraceBuilder(rank=rank, world_size=ranks)
+        trace.head["deviceProperties"][0]["numSms"] = 132  # as an H100 has them: its links are known
+        for number in range(STEPS):
+            trace.step(number, STEP * number, 995)
+            step(trace, rank, STEP * number, number)
+        trace.write(folder / f"rank{rank}.pt.trace.json")
+    return tb_chopper.open_run(folder)
+
+
+def compute(trace: TraceBuilder, start: float, dur: float, backward: bool = False) -> None:
+    """A kernel that was launched in time."""
+    if backward:
+        trace.op("autograd::engine::evaluate_function: MmBackward0", start - 8, 6, seq=1, fwd_thread=1)
+    else:
+        trace.op("aten::mm", start - 8, 6, seq=1)
+    trace.launch("gemm", start - 6, start, dur)
+
+
+def reduce(trace: TraceBuilder, number: int, start: float, dur: float, nelems: int, **args: Any) -> None:
+    trace.op("autograd::engine::evaluate_function: torch::autograd::AccumulateGrad", start - 8, 6)
+    trace.collective("ncclDevKernel_AllReduce_Sum_f32_RING_LL", start - 6, start, dur,
+                     **({"Seq": number, "In msg nelems": nelems} | args))
+
+
+def found(run: Run, name: str) -> list[Diagnosis]:
+    """What one rule says by itself."""
+    module = __import__(f"tb_chopper.backend.rules.{name}", fromlist=["rule"])
+    return [d for d in module.rule(run) if isinstance(d, Diagnosis)]
+
+
+def evidence(diagnosis: Diagnosis) -> dict[str, float | str]:
+    return {e.label: e.value for e in diagnosis.evidence}
+
+
+# ---- one by one ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("exposed", "speaks"), [(200, True), (148, False)])
+def test_exposed_communication_is_without_waiting(tmp_path: Path, exposed: float, speaks: bool) -> None:
+    """Rank 1 is 50 µs late: rank 0 waits so long, which is not transfer."""
+
+    def step(trace: TraceBuilder, rank: int, start: float, number: int) -> None:
+        late = 50 * rank
+        compute(trace, start + 10, 300 + late)
+        reduce(trace, number, start + 310 + late, 50 - late + exposed, 10_000_000)
+        compute(trace, start + 360 + exposed, 650 - exposed)
+
+    said = found(run_of(tmp_path, 2, step), "exposed_communication")
+    assert [d.code for d in said] == ["exposed_communication"] * speaks
+    for d in said:
+        assert d.gain_ms == pytest.approx(exposed / 1000)
+        assert evidence(d)["all exposed"] == exposed + 25  # median of 50 and 0 of waiting
+
+
+@pytest.mark.parametrize(("busy", "speaks"), [(300, True), (699, True), (705, False)])
+def test_low_utilization_names_what_the_host_did(tmp_path: Path, busy: float, speaks: bool) -> None:
+    def step(trace: TraceBuilder, rank: int, start: float, number: int) -> None:
+        compute(trace, start + 10, busy)  # launched 6 µs before: the host came late for the rest of the gap
+
+    said = found(run_of(tmp_path, 1, step), "low_utilization")
+    assert len(said) == speaks
+    for d in said:
+        assert evidence(d)["busy"] == pytest.approx(busy / STEP)
+        assert d.gain_ms == pytest.approx(1 - busy / STEP)
+        assert d.cause == "the host cannot launch fast enough"
+
+
+def test_low_utilization_says_nothing_of_a_profile_without_gpu(tmp_path: Path) -> None:
+    trace = TraceBuilder()
+    for number in range(STEPS):
+        trace.step(number, STEP * number, 990)
+        trace.op("aten::mm", STEP * number + 10, 100)
+    trace.write(tmp_path / "rank0.pt.trace.json")
+    assert tb_chopper.open_run(tmp_path).diagnosis == []
+
+
+@pytest.mark.parametrize(("bandwidth", "nelems", "slow"), [
+    (0.2 * LINK, 10_000_000, True),   # a fifth of the link
+    (0.45 * LINK, 10_000_000, False),  # well enough
+    (0.2 * LINK, 1_000, False),        # too small for the link: latency
+])
+def test_slow_link(tmp_path: Path, bandwidth: float, nelems: int, slow: bool) -> None:
+    """Of two ranks the bus bandwidth of an all-reduce is the algorithm's: bytes / transfer."""
+    transfer = max(nelems * 4 / bandwidth * 1e6, 30.0)
+
+    def step(trace: TraceBuilder, rank: int, start: float, number: int) -> None:
+        compute(trace, start + 10, 400)
+        reduce(trace, number, start + 410, transfer, nelems)
+        compute(trace, start + 410 + transfer, 590 - transfer)
+
+    said = found(run_of(tmp_path, 2, step), "slow_link")
+    assert len(said) == slow
+    for d in said:
+        assert evidence(d)["of the link's peak"] == pytest.approx(bandwidth / LINK, rel=1e-3)
+        assert evidence(d)["bus bandwidth, GB/s"] == pytest.approx(bandwidth / 1e9, rel=1e-3)
+        saved = transfer * (1 - bandwidth / LINK / thresholds.LINK_REACHES)
+        assert d.gain_ms == pytest.approx(saved / 1000, rel=1e-3)
+
+
+@pytest.mark.parametrize(("many", "speaks"), [(24, True), (16, False)])
+def test_small_messages(tmp_path: Path, many: int, speaks: bool) -> None:
+    def step(trace: TraceBuilder, rank: int, start: float, number: int) -> None:
+        compute(trace, start + 10, 400)
+        for i in range(many):
+            reduce(trace, number * many + i, start + 420 + 10 * i, 9, 256)
+
+    said = found(run_of(tmp_path, 2, step), "small_messages")
+    assert len(said) == speaks
+    for d in said:
+        assert evidence(d)["small collectives a step"] == many and evidence(d)["typical size"] == 256 * 4
+        assert d.gain_ms == pytest.approx(many * 9 / 1000)
+
+
+@pytest.mark.parametrize(("tail", "late", "speaks"), [
+    (120, 0, True),     # 12 % of the step between backward and optimizer
+    (20, 0, False),     # 2 %
+    (120, 150, False),  # what passes there is waiting for rank 1
+])
+def test_gradient_barrier(tmp_path: Path, tail: float, late: float, speaks: bool) -> None:
+    def step(trace: TraceBuilder, rank: int, start: float, number: int) -> None:
+        later = late * rank
+        compute(trace, start + 10, 200)
+        compute(trace, start + 210, 200 + later, backward=True)
+        reduce(trace, number, start + 410 + later, tail + late - later, 1_000_000)
+        at = start + 410 + late + tail
+        trace.annotation("Optimizer.step#AdamW.step", at - 9, 20)
+        trace.op("aten::_fused_adamw_", at - 8, 7)
+        trace.launch("fused_adamw", at - 6, at, 100)
+
+    said = found(run_of(tmp_path, 2, step), "gradient_barrier")
+    assert len(said) == speaks
+    for d in said:
+        assert d.gain_ms == pytest.approx(tail / 1000)
+
+
+@pytest.mark.parametrize(("late", "speaks"), [(100, True), (30, False)])
+def test_late_host(tmp_path: Path, late: float, speaks: bool) -> None:
+    """Rank 2 launches its first kernel late; the others wait for it in the collective."""
+
+    def step(trace: TraceBuilder, rank: int, start: float, number: int) -> None:
+        mine = late * (rank == 2)
+        compute(trace, start + 10, 400)
+        compute(trace, start + 410 + mine, 400)
+        reduce(trace, number, start + 810 + mine, 150 - mine + 20, 10_000, **{"Group size": 3})
+
+    said = found(run_of(tmp_path, 3, step), "late_host")
+    assert [d.gpus for d in said] == [(2,)] * speaks
+    for d in said:
+        assert d.gain_ms == pytest.approx(late / 1000)
+        assert evidence(d)["idles longer"] == pytest.approx(late)
+
+
+def throttled(folder: Path, share: float, power_w: float, throttle: str = "none") -> Run:
+    """One GPU, steps of 10 ms full of one kernel, at a share of its 2100 MHz."""
+    sampled_runs.gpu_trace(folder, [(10 * i, 10 * i + 10) for i in range(STEPS)])
+    sampled_runs.log(folder, 70, gpu={0: lambda t: {
+        "clock_mhz": 2100 * share, "power_w": power_w, "power_limit_w": 750, "throttle": throttle}})
+    return tb_chopper.open_run(folder)
+
+
+@pytest.mark.parametrize(("power_w", "throttle", "cause"), [
+    (748, "none", "the GPUs draw their power cap"),
+    (600, "thermal:40", "the GPUs are hot"),
+    (400, "none", "the clock stays below its peak though power is left"),
+])
+def test_the_clock(tmp_path: Path, power_w: float, throttle: str, cause: str) -> None:
+    [said] = found(throttled(tmp_path, 0.8, power_w, throttle), "clock")
+    assert said.cause == cause
+    assert said.gain_ms == pytest.approx(10 * 0.2, rel=0.01)  # kernels fill their steps but for 10 µs
+    assert evidence(said)["mean clock"] == pytest.approx(0.8 * 2100)
+
+
+def test_a_clock_near_its_peak_is_no_finding(tmp_path: Path) -> None:
+    assert found(throttled(tmp_path, 0.97, 748), "clock") == []
+
+
+# ---- together --------------------------------------------------------------------------------------------------------
+
+
+def test_a_healthy_run_has_no_diagnosis(tmp_path: Path) -> None:
+    """Compute throughout, gradients reduced beside it."""
+
+    def step(trace: TraceBuilder, rank: int, start: float, number: int) -> None:
+        compute(trace, start + 10, 490)
+        compute(trace, start + 500, 500, backward=True)
+        reduce(trace, number, start + 600, 100, 5_000_000)
+
+    assert run_of(tmp_path, 2, step).diagnosis == []
+
+
+def said(code: str, gain_ms: float | None, explained_by: tuple[str, ...] = ()) -> Diagnosis:
+    return Diagnosis(code, "info", "m", gain_ms=gain_ms, explained_by=explained_by)
+
+
+class TestTogether:
+    """The order of diagnoses, symptoms whose cause is named, a rule that fails."""
+
+    @pytest.fixture
+    def diagnose(self, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Finding]]:
+        def run(*answers: Finding | Exception) -> list[Finding]:
+            def rule(_: Any) -> list[Finding]:
+                answer = next(left)
+                if isinstance(answer, Exception):
+                    raise answer
+                return [answer]
+
+            left = iter(answers)
+            module = type("module", (), {"rule": staticmethod(rule)})
+            monkeypatch.setattr(rules, "RULES", tuple(f"r{i}" for i in range(len(answers))))
+            monkeypatch.setattr(rules.importlib, "import_module", lambda name: module)
+            return rules.diagnose(None)  # type: ignore[arg-type]  # no rule looks at it
+
+        return run
+
+    def test_the_largest_gain_comes_first_and_unknown_gains_last(self, diagnose: Any) -> None:
+        assert [d.code for d in diagnose(said("a", 1), said("b", None), said("c", 3))] == ["c", "a", "b"]
+
+    def test_a_symptom_is_silent_where_its_cause_is_named(self, diagnose: Any) -> None:
+        symptom = said("idle", 4, ("loader",))
+        assert [d.code for d in diagnose(symptom, said("loader", 3))] == ["loader"]
+        assert [d.code for d in diagnose(symptom, said("loader", 1))] == ["idle", "loader"]
+        assert [d.code for d in diagnose(symptom, said("other", 9))] == ["other", "idle"]
+
+    def test_a_rule_that_fails_costs_only_itself(self, diagnose: Any) -> None:
+        first, second = diagnose(said("a", 1), ValueError("no such column"))
+        assert (first.code, second.code) == ("a", "rule_failed")
+        assert "r1" in second.message and "no such column" in second.message
+
+
+def test_every_rule_is_a_module_whose_codes_are_its_name() -> None:
+    folder = Path(rules.__file__).parent
+    modules = {p.stem for p in folder.glob("*.py") if "\ndef rule(run: Run)" in p.read_text(encoding="utf-8")}
+    assert set(rules.RULES) == modules and len(rules.RULES) == len(modules)
+    for name in rules.RULES:
+        assert f'"{name}"' in (folder / f"{name}.py").read_text(encoding="utf-8")

@@ -161,9 +161,10 @@ def test_bandwidth_across_islands_against_within():
 
 
 def test_without_a_group_inside_an_island_the_links_peak_stands_in():
+    """Of 400 GB/s a ring reaches 280."""
     found = grouped(rows(ALL, 0, 1200, 40)).loc[ALL]
-    assert (found["within_gbs"], found["within_source"]) == (400, "link peak")
-    assert found["ratio"] == pytest.approx(0.125)
+    assert (found["within_gbs"], found["within_source"]) == (pytest.approx(280), "estimated")
+    assert found["ratio"] == pytest.approx(50 / 280)
     unknown = grouped(rows(ALL, 0, 1200, 40), link=None).loc[ALL]
     assert np.isnan(unknown["ratio"])
     assert np.isnan(unknown["saved_us"])
@@ -225,7 +226,7 @@ def test_a_run_finds_its_file(tmp_path: Path):
     run = tb_chopper.open_run(tmp_path)
     assert islands(run.topology) == {0: 0, 1: 0, 2: 1, 3: 1}
     group = run.group_islands().iloc[0]
-    assert (group["n_islands"], group["spans"], group["within_gbs"]) == (2, True, 450)  # H100 NVLink, one direction
+    assert (group["n_islands"], group["spans"], group["within_gbs"]) == (2, True, 315)  # 0.7 of an H100's 450
     assert group["busbw_gbs"] == pytest.approx(50)
     (tmp_path / "node7.topology.txt").write_text("no devices were found\n")
     damaged = tb_chopper.open_run(tmp_path)

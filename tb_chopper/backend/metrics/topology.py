@@ -2,13 +2,13 @@
 transfers would take within an island (docs/topology.md).
 
     busbw(group) = Σ bytes · f / Σ transfer            over its messages that are not bound by latency
-    ratio        = busbw / busbw of the groups within one island, else / the links' peak
+    ratio        = busbw / busbw of the groups within one island, else / REACHED · the links' peak
     saved        = min(exposed transfer, transfer · (1 − ratio))        on each GPU and in each collective
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import numpy as np
 import pandas as pd
@@ -19,22 +19,25 @@ GROUP_COLUMNS = ("group", "role", "size", "gpus", "n_hosts", "n_islands", "islan
                  "within_gbs", "within_source", "ratio", "transfer_us", "saved_us")
 LARGE_BYTES = 2**20
 """where the links' peak is not known, smaller messages tell nothing of the links"""
-MEASURED, PEAK = "measured", "link peak"
+REACHED = 0.70
+"""of the links' peak: what well-tuned rings reach"""
+MEASURED, ESTIMATED = "measured", "estimated"
 
 
 def group_islands(arrived: pd.DataFrame, each: pd.DataFrame, groups: pd.DataFrame, islands: pd.DataFrame,
-                  hosts: Mapping[int, str | None], link_bytes_per_s: float | None = None) -> pd.DataFrame:
+                  hosts: Mapping[int, str | None], link_bytes_per_s: float | None = None,
+                  steps: Collection[int] = ()) -> pd.DataFrame:
     """One row per process group, those that span islands first.
 
     group, role, size; gpus (list: those of the run); n_hosts (1 where no host is named); n_islands (missing where the
     links of one of its GPUs are not told); islands (list of lists of its GPUs); spans: more than one island on one of
     its hosts; n: collectives of the capture; busbw_gbs: over all its messages that are not latency-bound, in 10⁹
-    bytes/s; within_gbs: the same over all groups inside one island, else the links' peak, by within_source (measured |
-    link peak); ratio; transfer_us and saved_us: exposed transfer of a GPU and step, and what of it would be saved at
-    within_gbs; mean over its GPUs and the capture's steps.
+    bytes/s; within_gbs: the same over all groups inside one island, else REACHED of the links' peak, by within_source
+    (measured | estimated); ratio; transfer_us and saved_us: exposed transfer of a GPU and step, and what of it would be
+    saved at within_gbs; mean over its GPUs and the steps.
 
     arrived, each, groups: collectives.arrivals, collectives.collectives (one row per collective), process_groups;
-    islands: alignment.topology.ISLANDS; hosts: by gpu.
+    islands: alignment.topology.ISLANDS; hosts: by gpu; steps: those to take means over, else all of the collectives.
     """
     island = dict(zip(islands["gpu"], islands["island"], strict=True))
     bytes_, seconds = _carried(each)
@@ -49,7 +52,8 @@ def group_islands(arrived: pd.DataFrame, each: pd.DataFrame, groups: pd.DataFram
         busbw = np.where(took > 0, carried / took, np.nan) / 1e9
     out = out.assign(busbw_gbs=busbw, within_gbs=within, within_source=source, ratio=busbw / within)
     times = transfer_times(arrived, dict(zip(out["group"], out["ratio"], strict=True)))
-    in_steps = times[times["step"].notna()] if times["step"].notna().any() else times
+    wanted = times["step"].isin(list(steps)) if len(steps) else times["step"].notna()
+    in_steps = times[wanted] if wanted.any() else times
     by_group = in_steps.groupby("group")
     n = by_group["gpu"].nunique() * max(in_steps["step"].nunique(), 1)
     mean = by_group[["transfer_us", "saved_us"]].sum(min_count=1).div(n, axis=0).reindex(out["group"])
@@ -96,5 +100,5 @@ def _placed(gpus: list[int], island: Mapping[int, int],
 def _within(carried: float, took: float, link_bytes_per_s: float | None) -> tuple[float, str | None]:
     if took > 0:
         return carried / took / 1e9, MEASURED
-    return (link_bytes_per_s / 1e9, PEAK) if link_bytes_per_s else (np.nan, None)
+    return (REACHED * link_bytes_per_s / 1e9, ESTIMATED) if link_bytes_per_s else (np.nan, None)
 

@@ -29,6 +29,7 @@ RULES: tuple[str, ...] = (
     "synchronizing_calls",
     "allocator_calls",
     "garbage_collection",
+    "islands",
 )
 """Modules of this package. A diagnosis has the name of its rule as `code`."""
 

@@ -23,3 +23,6 @@ LINK_SLOW, LINK_REACHES = 0.40, 0.70
 """of the link's peak: below the first, large messages are slow; the second is what well-tuned rings reach"""
 MANY_MESSAGES, SMALL_MESSAGES = 20, 0.03
 """collectives of a step that are bound by latency, and what they must cost of it"""
+ISLANDS_SLOW, ISLANDS_SHARE = 0.40, 0.30
+"""of the bandwidth inside an island, of the step: a group over several islands below the first, or whose exposed
+transfer is above the second, is worth a change of its shape (reference values of the field)"""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 import pytest
 
@@ -120,6 +121,80 @@ def test_host_calls_and_their_idle_time():
         ["loader", 2, 90, 80, 30], ["sync", 1, 90, 90, 0]]
 
 
+def test_idle_time_by_the_call_that_caused_it():
+    """The gap of GAP: from 100 to the launch at 190. The loader has 30 of it, the wait that began before it the rest;
+    what one of two waits has, the one after it does not have, and of two loaders the outer one has it."""
+    made = calls(("sync", 40, 105), ("loader", 150, 180), ("loader", 155, 170), ("sync", 110, 120), ("gc", 300, 310))
+    kernels = tables.kernels(GAP)
+    found = host.stalls(kernels, made)
+    assert found[["call", "kind", "idle_ns"]].to_numpy().tolist() == [[0, "sync", 60_000], [1, "loader", 30_000]]
+    assert found["at"].tolist() == ["0@200000"] * 2
+    assert causes(kernels, made) == {"sync": 60, "loader": 30, "device": 10}
+    calls_ = host.host_calls(made, kernels, by="kind").set_index("kind")
+    assert calls_["caused_us"].to_dict() == {"sync": 60, "loader": 30, "gc": 0}
+
+
+def test_stalls_add_up_to_the_causes_whatever_overlaps():
+    random = np.random.default_rng(3)
+    for _ in range(20):
+        start = random.integers(0, 2000, 30).cumsum() // 10
+        rows = [{"start": int(t), "end": int(t + random.integers(1, 40)), "launch": int(t - random.integers(0, 30))}
+                for t in start]
+        kinds = random.choice(host.CAUSES, 25)
+        made = calls(*((k, int(a), int(a + random.integers(1, 120))) for k, a in
+                       zip(kinds, random.integers(0, 3000, 25), strict=True)))
+        kernels = tables.kernels(rows)
+        by_call = host.stalls(kernels, made).groupby("kind")["idle_ns"].sum() / 1000
+        by_cause = {c: v for c, v in causes(kernels, made).items() if c in host.CAUSES}
+        assert {str(k): v for k, v in by_call.items()} == pytest.approx(by_cause)
+
+
+def test_waits_in_the_middle_of_a_step():
+    """One before a backward kernel, one before the optimizer, one before the next step."""
+    kernels = tables.kernels([
+        {"launch": 0, "start": 0, "end": 100, "step": 0},
+        {"launch": 190, "start": 200, "end": 210, "step": 0, "phase": "backward"},
+        {"launch": 290, "start": 300, "end": 310, "step": 0, "phase": "optimizer"},
+        {"launch": 390, "start": 400, "end": 410, "step": 1}])
+    found = host.stalls(kernels, calls(("sync", 90, 105), ("sync", 205, 220), ("sync", 305, 330)))
+    assert found["idle_ns"].tolist() == [90_000, 80_000, 80_000]
+    assert host.in_the_middle(found).tolist() == [True, False, False]
+
+
+def test_stalls_by_step():
+    """Loading from 50 to 130 in a window of 210: the GPU is busy until 100; 30 of it are idle time."""
+    kernels = tables.kernels([{**row, "step": 0} for row in GAP])
+    steps = tables.steps((0, 0, 210)).assign(start_ns=0, end_ns=210_000)
+    row = host.step_stalls(kernels, steps, calls(("loader", 50, 130), ("loader", 60, 140))).iloc[0]
+    assert row[["gpu", "step", "kind", "n", "time_us", "uncovered_us", "idle_us", "window_us"]].tolist() == [
+        0, 0, "loader", 2, 90, 40, 40, 210]
+    assert row["uncovered_share"] == pytest.approx(40 / 210)
+    assert row["at"] == "0@200000"
+
+
+def stalled(values: dict[int, list[float]]) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """Rows of `stalls` and STEPS: µs of each gpu's steps, counted from 0."""
+    rows = [{"gpu": g, "next_step": i, "idle_ns": v * 1000} for g, own in values.items() for i, v in enumerate(own)]
+    steps = pd.concat([tables.steps(*((i, i, i + 1) for i in range(len(own))), gpu=g) for g, own in values.items()])
+    return pd.DataFrame(rows).astype({"next_step": "Int64"}), steps
+
+
+@pytest.mark.parametrize("values, usual", [
+    ([30, 30, 30, 30], 30), ([28, 32, 30, 30], 30), ([0, 0, 300, 0], 0), ([40, 0, 0, 0, 40, 0, 0, 0], 40 / 7),
+    ([13, 101, 7], 13), ([50, 0], 0), ([50, 40], 45), ([50], None)])
+def test_what_recurs(values, usual):
+    found = host.recurring(*stalled({0: values}))
+    assert (found and found.us) == (usual if usual is None else pytest.approx(usual))
+
+
+def test_the_late_gpu_and_the_most_idle_one_of_each_step():
+    late = host.recurring(*stalled({0: [0, 5, 5, 5], 1: [0, 105, 105, 105], 2: [0, 5, 5, 5]}), first=False)
+    assert late is not None and (late.gpu, late.excess_us, late.us) == (1, 100, 105)
+    assert late.steps == (1, 2, 3)
+    turns = host.recurring(*stalled({0: [60, 0, 0, 60, 0, 0], 1: [0, 60, 0, 0, 60, 0], 2: [0, 0, 60, 0, 0, 60]}))
+    assert turns is not None and turns.us == 60 and turns.excess_us < 30
+
+
 def test_nothing():
     none = schema.empty(schema.KERNELS)
     assert len(host.idle_causes(none, calls())) == len(host.queue_length(none)) == len(host.launches(none)) == 0
@@ -156,6 +231,14 @@ def test_scopes_and_garbage_collection(tmp_path: Path):
     assert [c.name for c in schema.CALLS] == run.calls.columns.tolist()
     again = tb_chopper.open_run(tmp_path / "rank0.pt.trace.json").calls  # from the cache
     pd.testing.assert_frame_equal(again, run.calls)
+
+
+def test_a_loader_in_the_background_keeps_no_gpu_waiting(tmp_path: Path):
+    trace = TraceBuilder().training_step(0, 0)
+    trace.annotation("enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__", 5, 900, tid=99)
+    trace.annotation("load_batch", 5, 40)
+    found = tb_chopper.open_run(trace.write(tmp_path / "rank0.pt.trace.json")).calls
+    assert found["name"].tolist() == ["load_batch"]
 
 
 def test_no_host_events():

@@ -168,7 +168,7 @@ def _causes_of(rows: pd.DataFrame, calls: pd.DataFrame) -> list[pd.DataFrame]:
     """Rows of one capture that ended a gap, once per cause of it, with idle_ns."""
     gap = gaps(rows)
     low, high = gap.end, gap.end + gap.host
-    found = [(b.cause, iv.covered(low, high, b.whole)) for b in _blames(gap, calls)]
+    found: list[tuple[str, np.ndarray]] = [(b.cause, iv.covered(low, high, b.whole)) for b in _blames(gap, calls)]
     rest = gap.host - sum(ns for _, ns in found)
     found += [(DISPATCH, rest), ("device", gap.device), ("unknown", gap.start - gap.end - gap.host - gap.device)]
     return [rows[some].assign(cause=cause, idle_ns=ns[some]) for cause, ns in found if (some := ns > 0).any()]

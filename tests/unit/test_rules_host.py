@@ -88,7 +88,7 @@ def test_a_wait_in_the_middle_of_a_step(tmp_path: Path):
     """The wait returns at 305; nothing was launched before 600: the GPU was idle from 300 on."""
     found = only(synchronizing_calls.rule(run_of(tmp_path, waits(50, 305))))
     assert found.gain_ms == pytest.approx(0.300)
-    assert dict((e.label, e.value) for e in found.evidence)["calls per GPU and step"] == 1
+    assert {e.label: e.value for e in found.evidence}["calls per GPU and step"] == 1
     assert "cudaStreamSynchronize" in found.message and found.severity == "warning"
 
 

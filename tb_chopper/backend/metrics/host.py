@@ -282,7 +282,7 @@ def step_stalls(kernels: pd.DataFrame, steps: pd.DataFrame, calls: pd.DataFrame)
 
 
 ONCE = 2.0
-"""a value above this factor on the mean of the others stands alone"""
+"""a value above this factor on the next largest stands alone"""
 
 
 class Recurring(NamedTuple):
@@ -325,7 +325,6 @@ def _usual(values: np.ndarray) -> float:
     if len(values) < 2:
         return 0.0
     ordered = np.sort(values)
-    others = float(ordered[:-1].mean())
-    if ordered[-1] > ONCE * others:
-        return max(others, float(ordered[(len(ordered) - 1) // 2]))
+    if ordered[-1] > ONCE * ordered[-2]:
+        return max(float(ordered[:-1].mean()), float(ordered[(len(ordered) - 1) // 2]))
     return float(values.mean())

@@ -14,7 +14,7 @@ from tb_chopper.backend import schema
 from tb_chopper.backend.alignment.topology import Topology, join
 from tb_chopper.backend.metrics import collectives
 from tb_chopper.backend.metrics.process_groups import process_groups
-from tb_chopper.backend.metrics.topology import group_islands
+from tb_chopper.backend.metrics.topology import as_text, group_islands
 from tb_chopper.backend.readers import topology as reader
 from tests.builders import TraceBuilder
 from tests.unit.test_collectives import arrived, collective
@@ -208,6 +208,12 @@ def test_islands_that_are_not_known():
     assert pd.isna(found["n_islands"])
     assert not found["spans"]
     assert len(grouped([*rows(LEFT, 0, 100, 40)], island=ISLANDS.iloc[:0])) == 1
+
+
+@pytest.mark.parametrize("islands_, text", [
+    ([[0, 1, 2, 3], [4, 5, 6, 7]], "0-3 | 4-7"), ([[0], [2, 1, 5]], "0 | 1-2, 5"), ([], "")])
+def test_islands_as_text(islands_: list[list[int]], text: str):
+    assert as_text(islands_) == text
 
 
 # ---- in a run --------------------------------------------------------------------------------------------------------

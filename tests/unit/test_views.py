@@ -149,6 +149,7 @@ TOGETHER = {
     "collectives": ("waiting", "communication", "hidden_communication"),
     "memory": ("allocated", "reserved"),
     "host": ("dispatch", "device", "sync", "loader", "allocation", "compile", "gc", "unknown"),
+    "links": ("fast_link", "pcie_link", "socket_link", "unknown_link"),
     "cores": ("active_cores", "needed_cores", "siblings", "threads"),
 }
 

@@ -8,7 +8,7 @@ transfers would take within an island (docs/topology.md).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 import numpy as np
 import pandas as pd
@@ -59,6 +59,16 @@ def group_islands(arrived: pd.DataFrame, each: pd.DataFrame, groups: pd.DataFram
     mean = by_group[["transfer_us", "saved_us"]].sum(min_count=1).div(n, axis=0).reindex(out["group"])
     out = out.assign(transfer_us=mean["transfer_us"].to_numpy(), saved_us=mean["saved_us"].to_numpy())
     return out.sort_values("spans", ascending=False, kind="stable", ignore_index=True)[list(GROUP_COLUMNS)]
+
+
+def as_text(islands: Iterable[Iterable[int]]) -> str:
+    """`0-3 | 4-7`: the GPUs of each island."""
+    return " | ".join(_stretches(sorted(island)) for island in islands)
+
+
+def _stretches(gpus: list[int]) -> str:
+    parts = np.split(np.array(gpus, np.int64), np.flatnonzero(np.diff(gpus) != 1) + 1)
+    return ", ".join(str(p[0]) if len(p) == 1 else f"{p[0]}-{p[-1]}" for p in parts if len(p))
 
 
 def transfer_times(arrived: pd.DataFrame, ratio: Mapping[str, float]) -> pd.DataFrame:

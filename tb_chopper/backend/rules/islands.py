@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pandas as pd
 
-from tb_chopper.backend.metrics.topology import MEASURED
+from tb_chopper.backend.metrics.topology import MEASURED, as_text
 from tb_chopper.backend.rules import thresholds
 from tb_chopper.backend.rules.diagnosis import Diagnosis, Evidence, severity, step_ms
 
@@ -58,11 +58,11 @@ def _diagnosis(run: Run, groups: pd.DataFrame, gain: float | None, step: float) 
              f"{largest['within_gbs']:.3g} GB/s {inside}") if known else "the bandwidth is not known"
     return Diagnosis(
         "islands", severity(gain, step),
-        f"{noun} the islands {_text(largest['islands'])}; {speed}",
+        f"{noun} the islands {as_text(largest['islands'])}; {speed}",
         title=f"{largest['role'].capitalize()} groups span islands of GPUs" if largest["role"] != "unknown"
         else "Process groups span islands of GPUs",
         evidence=(
-            Evidence("islands", _text(largest["islands"])),
+            Evidence("islands", as_text(largest["islands"])),
             *((Evidence("bus bandwidth, GB/s", largest["busbw_gbs"]),
                Evidence("bandwidth inside an island, GB/s", largest["within_gbs"]),
                Evidence("of the bandwidth inside", largest["ratio"], "share")) if known else ()),
@@ -70,15 +70,6 @@ def _diagnosis(run: Run, groups: pd.DataFrame, gain: float | None, step: float) 
         cause=f"between the islands there is {_between(run, gpus)}, and every ring over them is as slow",
         remedy=_remedy(str(largest["role"]), largest["islands"]), gain_ms=gain,
         gain_how=HOW if gain is not None else "", gpus=tuple(gpus), view="collectives", selection={"by": "group"})
-
-
-def _text(islands: list[list[int]]) -> str:
-    """`0-3 | 4-7`."""
-    def stretches(gpus: list[int]) -> str:
-        parts = np.split(gpus, np.flatnonzero(np.diff(gpus) != 1) + 1)
-        return ", ".join(str(p[0]) if len(p) == 1 else f"{p[0]}-{p[-1]}" for p in parts)
-
-    return " | ".join(stretches(sorted(i)) for i in islands)
 
 
 def _between(run: Run, gpus: list[int]) -> str:

@@ -10,7 +10,7 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from tb_chopper.backend.metrics import grouping
-from tb_chopper.backend.views import context, figures, text
+from tb_chopper.backend.views import context, figures, text, topology
 from tb_chopper.backend.views.palette import COLORS, LABELS
 from tb_chopper.backend.views.view import KeyFigure, Missing, Selection, Table, TableColumn, View
 
@@ -63,13 +63,15 @@ def view(run: Run, selection: Selection) -> View:
     each = _chosen(run, where)
     rows = run.collectives(by=by, where=where)
     alone = not (each["n_ranks"] > 1).any()
+    drawn, listed, unknown = topology.sections(run, selection)
     return View(
         _headline(by_gpu, each, alone),
         key_figures=_key_figures(by_gpu, each),
-        figures={"by_gpu": _by_gpu(by_gpu), "over_time": _over_time(each), "bandwidth": _bandwidth(each)},
-        tables=_tables(run, rows, by, by_gpu, where),
+        figures={"by_gpu": _by_gpu(by_gpu), "over_time": _over_time(each), "bandwidth": _bandwidth(each), **drawn},
+        tables={**_tables(run, rows, by, by_gpu, where), **listed},
         definitions={"Exposed waiting": DEFINITIONS["waiting"], "Bus bandwidth": DEFINITIONS["busbw"]},
-        missing=(*((OTHER_RANKS,) if alone else ()), *((NO_SIZES,) if each["bytes"].isna().all() else ())),
+        missing=(*((OTHER_RANKS,) if alone else ()), *((NO_SIZES,) if each["bytes"].isna().all() else ()),
+                 *unknown),
     )
 
 

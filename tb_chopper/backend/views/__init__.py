@@ -38,6 +38,12 @@ REGISTRY: dict[str, Entry] = {
              "hardware": ()},
         ),
         Entry(
+            "efficiency",
+            "Efficiency",
+            "A busy GPU is not an efficient one: how well is it used?",
+            ("operation", "layer", "phase", "gpu", "kernel"),
+        ),
+        Entry(
             "overlap",
             "Overlap",
             "How much communication is hidden behind compute?",

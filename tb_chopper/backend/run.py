@@ -32,12 +32,15 @@ from tb_chopper.backend.metrics import (
     cpu,
     critical_path,
     efficiency,
+    exchanges,
     frequency,
     grouping,
     host,
     launch,
     memory,
+    model_state,
     overlap,
+    pipeline,
     power,
     precision,
     process_groups,
@@ -290,9 +293,41 @@ class Run:
         return collectives.collectives(self._arrived(correct_clocks)[0], by, where, self._roles(roles),
                                        self._link_bytes_per_s)
 
+    def exchanges(self, by: By = ("role", "layer"), where: Where = None, roles: Roles = None) -> pd.DataFrame:
+        """What parallelism exchanges inside the layers, and what that costs them; see metrics.exchanges.exchanges."""
+        return exchanges.exchanges(self._arrived()[0], self.collectives(roles=roles), self._comparable_kernels,
+                                   self._comparable_steps, by, where)
+
     def arrivals(self, where: Where = None, correct_clocks: bool = True) -> pd.DataFrame:
         """One row per collective and GPU: when it arrived, how long it waited; see metrics.collectives.arrivals."""
         return grouping.select(self._arrived(correct_clocks)[0], where)
+
+    @lazy
+    def _pipelined(self) -> pd.DataFrame:
+        ranks = {p.get("pp") for p in self._told_to_handler("parallel").values()}
+        return pipeline.actions(grouping.select(self.actions, {"capture": self._comparable[0]}), self._offsets_ns(),
+                                self._members(), ranks.pop() if len(ranks) == 1 else None)
+
+    def pipeline_actions(self, where: Where = None) -> pd.DataFrame:
+        """What each stage of a pipeline did with each microbatch; see metrics.pipeline.actions."""
+        return grouping.select(self._pipelined, where)
+
+    def pipeline(self, by: By = ("gpu", "step"), where: Where = None) -> pd.DataFrame:
+        """Bubbles of the pipeline, and what they would be at best; see metrics.pipeline.pipeline."""
+        return pipeline.pipeline(self._pipelined, by, where)
+
+    def pipeline_bubbles(self, where: Where = None) -> pd.DataFrame:
+        """Every bubble: when, where, and who is waited for; see metrics.pipeline.bubbles."""
+        return grouping.select(pipeline.bubbles(self._pipelined), where)
+
+    def pipeline_stages(self) -> pd.DataFrame:
+        """How long each stage takes for a microbatch; see metrics.pipeline.stages."""
+        return pipeline.stages(self._pipelined)
+
+    @lazy
+    def pipeline_what_if(self) -> pd.DataFrame:
+        """What makes the pipeline longer than its theory; see metrics.pipeline.what_if."""
+        return pipeline.what_if(self._pipelined)
 
     def process_groups(self, roles: Roles = None) -> pd.DataFrame:
         """What each process group is for; see metrics.process_groups.process_groups."""
@@ -357,11 +392,28 @@ class Run:
         return stragglers.outlier_steps(self._comparable_kernels, self._comparable_steps)
 
     def memory(self) -> pd.DataFrame:
-        """Peak, floor, fragmentation and headroom of each GPU's memory; see metrics.memory.memory."""
-        total = {int(gpu): bytes_ for gpu, file, device in
-                 zip(self.workers["gpu"], self.workers["file"], self.workers["device"].astype(str), strict=True)
-                 if (bytes_ := self._capture_of(file).memory_bytes(device)) and device != "cpu"}
-        return memory.memory(self.memory_events, self.kernels, total)
+        """Peak, floor, growth, fragmentation and headroom of each GPU's memory; see metrics.memory.memory."""
+        return memory.memory(self.memory_events, self.kernels, self._memory_of_devices(), self.telemetry.samples,
+                             self.steps)
+
+    def _memory_of_devices(self) -> dict[int, int]:
+        """Memory of each GPU, by `gpu`, where it is known."""
+        return {int(gpu): bytes_ for gpu, file, device in
+                zip(self.workers["gpu"], self.workers["file"], self.workers["device"].astype(str), strict=True)
+                if (bytes_ := self._capture_of(file).memory_bytes(device)) and device != "cpu"}
+
+    def model_state(self) -> pd.DataFrame:
+        """Parameters, gradients and optimizer states that each GPU should hold; see metrics.model_state.model_state."""
+        gpu = self.workers.drop_duplicates("file").set_index("file")["gpu"]
+        modules = {int(gpu[c.file.path.name]): c.sidecar["modules"] for c in self.captures if c.sidecar.get("modules")}
+        plans = self._told_to_handler("parallel")
+        inferred = model_state.plan_of_groups(self.process_groups()) if modules and not plans else {}
+        return model_state.model_state(modules, plans or dict.fromkeys(modules, inferred), self.kernels, self.memory(),
+                                       memory.activations(self.memory_events, self.kernels), not plans)
+
+    def used_memory(self) -> pd.DataFrame:
+        """Used memory of the GPUs as the driver counts, sample by sample; see metrics.memory.used_samples."""
+        return memory.used_samples(self.telemetry.samples, self.steps)
 
     def step_memory(self) -> pd.DataFrame:
         """Lowest and highest level of memory in each step; see metrics.memory.step_memory."""

@@ -104,8 +104,8 @@ def _schedules(host: pd.DataFrame, annotation: Index, start: Int) -> pd.Categori
     begin, stop = (host[c].to_numpy()[rows] for c in ("start_ns", "end_ns"))
     at = np.searchsorted(begin, start, side="right") - 1
     inside = (at >= 0) & (start < stop[np.maximum(at, 0)])
-    named = np.asarray([told[c] for c in code[rows]], object)[np.maximum(at, 0)]
-    return pd.Categorical(np.where(inside, named, None))
+    named = pd.Series([told[c] for c in code[rows]], dtype=object).iloc[np.maximum(at, 0)]
+    return pd.Categorical(named.where(inside, None))
 
 
 def _work(kernels: pd.DataFrame, start: Int, end: Int) -> dict[str, object]:
@@ -130,7 +130,8 @@ def _work(kernels: pd.DataFrame, start: Int, end: Int) -> dict[str, object]:
         busy[action[mine[0]]] = iv.union(low[mine], high[mine]).length
     none = first > last
     return {"first_ns": pd.Series(first, dtype="Int64").mask(none),
-            "last_ns": pd.Series(last, dtype="Int64").mask(none), "busy_ns": busy, "device": _devices(kernels, rows, action, n)}
+            "last_ns": pd.Series(last, dtype="Int64").mask(none), "busy_ns": busy,
+            "device": _devices(kernels, rows, action, n)}
 
 
 def _devices(kernels: pd.DataFrame, rows: Index, action: Index, n: int) -> pd.Categorical:

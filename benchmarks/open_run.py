@@ -2,8 +2,8 @@
 
     python benchmarks/open_run.py [--ranks 8] [--layers 32] [--steps 10] [--run DIR]
 
-Simulates a node (or takes a run that is there), reads it once into its cache, and shows every tab in a process of its own
-that finds the cache: each in the order of the tab bar, the tables it shares with those before it already made.
+Simulates a node (or takes a run that is there), reads it once into its cache, and shows every tab in a process of its
+own that finds the cache: in the order of the tab bar, the tables that a tab shares with those before it already made.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+
+from tb_chopper import cli
 
 VIEWS = """
 import json, sys, time
@@ -45,9 +47,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         run = args.run
         if run is None:
-            command = ["simulate", folder, "--preset", "mi300x-llama3-8b", "--ranks", str(args.ranks), "--layers",
-                       str(args.layers), "--steps", str(args.steps)]
-            subprocess.run([sys.executable, "-c", "import sys; from tb_chopper.cli import main; sys.exit(main())", *command], check=True, stdout=subprocess.DEVNULL)
+            cli.main(["simulate", folder, "--preset", "mi300x-llama3-8b", "--ranks", str(args.ranks),
+                      "--layers", str(args.layers), "--steps", str(args.steps)])
             [run] = [p for p in Path(folder).iterdir() if p.is_dir()]
         began = time.perf_counter()
         read = "import sys, tb_chopper; tb_chopper.open_run(sys.argv[1]).kernels"

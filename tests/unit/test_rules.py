@@ -144,20 +144,33 @@ def test_small_messages(tmp_path: Path, many: int, speaks: bool) -> None:
     (120, 150, False),  # what passes there is waiting for rank 1
 ])
 def test_gradient_barrier(tmp_path: Path, tail: float, late: float, speaks: bool) -> None:
+    said = found(run_of(tmp_path, 2, barrier(tail, late, launched=0)), "gradient_barrier")
+    assert len(said) == speaks
+    for d in said:
+        assert d.gain_ms == pytest.approx(tail / 1000)
+
+
+@pytest.mark.parametrize(("launched", "gain"), [(40, 80), (110, None)])
+def test_gradient_barrier_counts_from_the_launch_of_the_optimizer(tmp_path: Path, launched: float, gain: float) -> None:
+    """What passes before the optimizer is launched is its host's time, whatever the GPUs communicate meanwhile."""
+    said = found(run_of(tmp_path, 2, barrier(120, 0, launched)), "gradient_barrier")
+    assert [d.gain_ms for d in said] == ([] if gain is None else [pytest.approx(gain / 1000)])
+
+
+def barrier(tail: float, late: float, launched: float) -> Callable[[TraceBuilder, int, float, int], None]:
+    """Gradients are reduced for `tail` after backward; the optimizer is launched `launched` after backward's end."""
+
     def step(trace: TraceBuilder, rank: int, start: float, number: int) -> None:
         later = late * rank
         compute(trace, start + 10, 200)
         compute(trace, start + 210, 200 + later, backward=True)
         reduce(trace, number, start + 410 + later, tail + late - later, 1_000_000)
-        at = start + 410 + late + tail
-        trace.annotation("Optimizer.step#AdamW.step", at - 9, 20)
-        trace.op("aten::_fused_adamw_", at - 8, 7)
-        trace.launch("fused_adamw", at - 6, at, 100)
+        call = start + 410 + launched
+        trace.annotation("Optimizer.step#AdamW.step", call - 1, 20)
+        trace.op("aten::_fused_adamw_", call - 0.5, 10)
+        trace.launch("fused_adamw", call, start + 410 + late + tail, 100)
 
-    said = found(run_of(tmp_path, 2, step), "gradient_barrier")
-    assert len(said) == speaks
-    for d in said:
-        assert d.gain_ms == pytest.approx(tail / 1000)
+    return step
 
 
 @pytest.mark.parametrize(("late", "speaks"), [(100, True), (30, False)])

@@ -36,6 +36,8 @@ MEASURED, BOUND = "measured", "lower bound"
 UNKNOWN = "unknown"
 UNNAMED = "unnamed group"
 """collectives of which the trace does not tell the process group"""
+DEEP_EP = "DeepEP"
+"""group of the kernels of that library, which carry no metadata"""
 
 Groups = Mapping[int, Mapping[str, Sequence[int]]]
 """By gpu and group name: the ranks in it, as far as the traces tell."""
@@ -48,6 +50,7 @@ def arrivals(kernels: pd.DataFrame, hosts: Mapping[int, str | None], groups: Gro
     """One row per communication activity, in order of collective and gpu, and how they were matched.
 
     instance, gpu, group, group_desc, group_size (−1: not told), seq, name (all_reduce, ...), bytes (NaN: not told),
+    received_bytes (what the rank receives; NaN: not told),
     step, phase, layer, operation, capture, span, worker, kernel (its name), start_ns, end_ns (on the first host's
     clock), n_ranks (gpus that have a row of it), wait_ns (0 for the last to arrive; NaN where no other gpu is known to
     take part), exposed_wait_ns (the part of it under which no computation ran), exposed_ns (the part of the row under
@@ -65,6 +68,7 @@ def arrivals(kernels: pd.DataFrame, hosts: Mapping[int, str | None], groups: Gro
         "worker": rows["worker"].astype(object),
         "kernel": rows["name"].astype(object), "start_ns": rows["start_ns"], "end_ns": rows["end_ns"]})
     out["bytes"] = _bytes(rows, out["name"])
+    out["received_bytes"] = _size(rows, rows["out_nelems"])
     matched = ranks.match(out, hosts, correct_clocks)
     out = out.assign(instance=matched.instance, start_ns=out["start_ns"] + matched.shift_ns,
                      end_ns=out["end_ns"] + matched.shift_ns)
@@ -91,6 +95,7 @@ def _rows(kernels: pd.DataFrame) -> pd.DataFrame:
     return communication[~stand_in | ran[communication["name"].cat.codes]].reset_index(drop=True)
 
 
+_DEEP_EP = re.compile(r"deep_?ep\b|\bep::(internode|intranode)", re.IGNORECASE)
 _BACKEND = re.compile(r"(gloo|nccl|mpi|ucc|xccl|hccl):")
 
 
@@ -113,6 +118,8 @@ def _names(rows: pd.DataFrame) -> pd.Series:
 def _group_names(rows: pd.DataFrame, groups: Groups) -> pd.Series:
     """Names that mean the same ranks on every gpu: where one name means several sets, the ranks stand behind it."""
     name = _text(rows["group"])
+    of_library = {c: DEEP_EP for c in rows["name"].cat.categories if _DEEP_EP.search(str(c))}
+    name = name.fillna(rows["name"].astype(object).map(of_library)) if of_library else name
     sets: dict[str, set[tuple[int, ...]]] = {}
     for of_gpu in groups.values():
         for group, members in of_gpu.items():
@@ -138,9 +145,14 @@ def members(distributed: Mapping[str, Any]) -> dict[str, list[int]]:
 
 def _bytes(rows: pd.DataFrame, name: pd.Series) -> np.ndarray:
     """Size of the message on each rank, NaN where the trace does not tell."""
+    return _size(rows, rows["out_nelems"].where(name.isin(WHOLE_IS_OUTPUT), rows["in_nelems"]))
+
+
+def _size(rows: pd.DataFrame, elements: pd.Series) -> np.ndarray:
+    """Bytes of so many elements (negative: not told) of each row's dtype."""
     dtype = rows["dtype"].astype(object).map(element_bytes).astype("float64").to_numpy()
-    elements = np.where(name.isin(WHOLE_IS_OUTPUT), rows["out_nelems"], rows["in_nelems"]).astype("float64")
-    return np.where(elements >= 0, elements, np.nan) * dtype
+    count = elements.to_numpy("float64")
+    return np.where(count >= 0, count, np.nan) * dtype
 
 
 def element_bytes(dtype: object) -> float:
@@ -275,7 +287,7 @@ def _grouped(arrived: pd.DataFrame, each: pd.DataFrame, by: list[str], where: Wh
 # ---- the gradient barrier --------------------------------------------------------------------------------------------
 
 BARRIER_COLUMNS = ("step", "group", "name", "late_gpu", "skew_us", "transfer_us", "width_us", "busbw_gbs",
-                   "exposed_tail_us", "limited_by")
+                   "exposed_tail_us", "held_us", "limited_by")
 
 
 def gradient_barrier(arrived: pd.DataFrame, kernels: pd.DataFrame,
@@ -284,7 +296,8 @@ def gradient_barrier(arrived: pd.DataFrame, kernels: pd.DataFrame,
 
     late_gpu: the last to arrive; width_us: from the first arrival to the last end; limited_by: `imbalance` where
     the skew is longer than the transfer, else `bandwidth`; exposed_tail_us: mean over GPUs of the communication between
-    the end of the last backward kernel and the first one of the optimizer. Groups without a role count where their
+    the end of the last backward kernel and the first one of the optimizer; held_us: the part of it in which that one
+    had been launched already: by so much the optimizer would start earlier. Groups without a role count where their
     reductions run in backward.
     """
     role = _role_of(arrived["group"], roles)
@@ -295,28 +308,29 @@ def gradient_barrier(arrived: pd.DataFrame, kernels: pd.DataFrame,
     each = instances(mine)
     end = mine.groupby("instance")["end_ns"].max()
     last = each.sort_values("start_ns", kind="stable").drop_duplicates(["step", "group"], keep="last")
-    tail = _tails(kernels)
+    tails = _tails(kernels).reindex(last["step"].astype("int64"))
     last = last.assign(
         late_gpu=last["last_rank"], width_us=(end.reindex(last["instance"]).to_numpy() - last["start_ns"]) / 1000,
-        exposed_tail_us=last["step"].map(tail),
+        exposed_tail_us=tails["tail_us"].to_numpy(), held_us=tails["held_us"].to_numpy(),
         limited_by=np.where(last["skew_us"] > last["transfer_us"].fillna(0), "imbalance", "bandwidth"))
     return last.sort_values(["step", "group"], ignore_index=True)[list(BARRIER_COLUMNS)]
 
 
-def _tails(kernels: pd.DataFrame) -> dict[int, float]:
-    """By step, mean over GPUs: communication after the last backward kernel and before the optimizer's first, µs."""
-    found: dict[int, list[float]] = {}
+def _tails(kernels: pd.DataFrame) -> pd.DataFrame:
+    """By step, means over GPUs: tail_us, the communication after the last backward kernel and before the optimizer's
+    first; held_us, the part of it after the launch of that one (all of it where the launch is not known)."""
+    found = []
     for (_, step), rows in kernels[kernels["step"].notna()].groupby(["capture", "step"]):
         compute = rows[rows["kind"] == "compute"]
         backward, optimizer = (compute[compute["phase"] == phase] for phase in ("backward", "optimizer"))
-        if len(backward) and len(optimizer):
-            low, high = backward["end_ns"].max(), optimizer["start_ns"].min()
-            if high > low:
-                tail = iv.covered(np.array([low]), np.array([high]), lanes(rows).communication)[0] / 1000
-            else:
-                tail = 0.0
-            found.setdefault(int(step), []).append(float(tail))
-    return {step: float(np.mean(values)) for step, values in found.items()}
+        if not (len(backward) and len(optimizer)):
+            continue
+        first = optimizer.loc[optimizer["start_ns"].idxmin()]
+        low, high = int(backward["end_ns"].max()), int(first["start_ns"])
+        launched = low if pd.isna(first["launch_ns"]) else min(max(low, int(first["launch_ns"])), high)
+        covered = iv.covered(np.array([low, launched]), np.array([high, high]), lanes(rows).communication) / 1000
+        found.append((int(step), *(covered if high > low else (0.0, 0.0))))
+    return pd.DataFrame(found, columns=["step", "tail_us", "held_us"]).groupby("step").mean()
 
 
 # ---- what is odd about them ------------------------------------------------------------------------------------------

@@ -11,18 +11,19 @@ if TYPE_CHECKING:
     from tb_chopper.backend.findings import Finding
     from tb_chopper.backend.run import Run
 
-HOW = ("communication between the last backward kernel and the first of the optimizer, without the last collective's "
-       "waiting for its latest rank; mean over GPUs, median over steps")
+HOW = ("communication between the last backward kernel and the first of the optimizer while that one was launched "
+       "already, without the last collective's waiting for its latest rank; mean over GPUs, median over the steps "
+       "that have an optimizer, times their share of all steps")
 
 
 def rule(run: Run) -> list[Finding]:
     """One diagnosis where the transfer of the last gradients, not a late rank, ends the step."""
     step, rows = step_ms(run), run.gradient_barrier()
-    rows = rows[(rows["limited_by"] == "bandwidth") & rows["exposed_tail_us"].notna()]
+    rows = rows[(rows["limited_by"] == "bandwidth") & rows["held_us"].notna()]
     if step is None or not len(rows):
         return []
-    per_step = (rows["exposed_tail_us"] - rows["skew_us"].fillna(0)).clip(lower=0).groupby(rows["step"]).max() / 1000
-    gain = float(per_step.median())
+    per_step = (rows["held_us"] - rows["skew_us"].fillna(0)).clip(lower=0).groupby(rows["step"]).max() / 1000
+    gain = float(per_step.median()) * len(per_step) / run.steps["step"].nunique()
     if gain < thresholds.GRADIENT_BARRIER * step:
         return []
     last = rows.iloc[-1]
@@ -31,7 +32,7 @@ def rule(run: Run) -> list[Finding]:
         f"after the last backward kernel {gain:.3g} ms of a step pass until the gradients are reduced "
         f"({last['name']} in group {last['group']})",
         title="The optimizer waits for the last gradients",
-        evidence=(Evidence("exposed tail", gain * 1000, "us"),
+        evidence=(Evidence("exposed tail", float(rows["exposed_tail_us"].median()), "us"),
                   Evidence("transfer of the last collective", float(rows["transfer_us"].median()), "us"),
                   Evidence("bus bandwidth, GB/s", float(rows["busbw_gbs"].median()))),
         cause="too much of the gradients is reduced after the backward pass has ended",

@@ -71,7 +71,7 @@ def test_clock_per_operation(case):
 def test_energy_per_step(case):
     """Against the power of every tick of the simulated power controller, summed over each step."""
     _, telemetry, kernels, config = case
-    timeline = schedule.simulate(config, programs(config))
+    timeline = schedule.simulate(config, [programs(config)])
     first = kernels[kernels["launched"]].groupby(["gpu", "step"])["start_ns"].min().unstack()
     for gpu, starts in first.iterrows():
         power = timeline.ranks[gpu].power_w[1:]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from tb_chopper.backend.simulate import pipeline_schedule
 from tb_chopper.backend.simulate.config import PRESETS
 from tb_chopper.backend.simulate.options import COUNTER_COLUMNS, DIALECTS, Options
 from tb_chopper.backend.simulate.run import Progress, simulate
@@ -24,6 +25,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--optimizer-every", type=int, metavar="N",
                         help="run the optimizer in steps divisible by N; 0: never")
     parser.add_argument("--seed", type=int, default=0)
+    plan = parser.add_argument_group("parallel plan (default: FSDP over all GPUs)")
+    plan.add_argument("--tensor", type=int, default=1, metavar="N", help="tensor parallel over N GPUs")
+    plan.add_argument("--pipeline", type=int, default=1, metavar="N",
+                      help="a pipeline over N GPUs; FSDP over what tensor and pipeline leave")
+    plan.add_argument("--schedule", choices=pipeline_schedule.CLASSES, help="of the pipeline (default: 1f1b)")
+    plan.add_argument("--microbatches", type=int, metavar="M",
+                      help="of the pipeline, each of the preset's batch (default: 2 per GPU of the pipeline)")
+    plan.add_argument("--virtual", type=int, metavar="V", help="stages per GPU where interleaved (default: 2)")
+    plan.add_argument("--balanced", action="store_true",
+                      help="stages of layers alone: without embedding, head and loss, that make two of them longer")
     faults = parser.add_argument_group("damage and noise, for tests")
     faults.add_argument("--drop", type=float, default=0.0, metavar="SHARE", help="share of counter dispatches missing")
     faults.add_argument("--reorder", type=float, default=0.0, metavar="SHARE",
@@ -31,8 +42,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     faults.add_argument("--jitter", type=float, metavar="SHARE", help="spread of a kernel's work between instances")
     faults.add_argument("--clock-skew", type=float, default=0.0, metavar="US", help="host k's clock is k x US ahead")
     faults.add_argument("--truncate", type=int, metavar="RANK", help="cut this rank's trace off")
-    faults.add_argument("--slow", action="append", default=[], metavar="RANK:FACTOR", type=_slow,
-                        help="limit a GPU to this share of its clock, e.g. 3:0.8")
+    planted = parser.add_argument_group("faults of the training, with a known size: docs/simulation.md")
+    planted.add_argument("--equal-gpus", action="store_true", help="no GPU has more leakage than another")
+    planted.add_argument("--slow", action="append", default=[], metavar="RANK:FACTOR", type=_of_rank,
+                         help="a GPU at this share of its clock, e.g. 3:0.8")
+    planted.add_argument("--late-loader", action="append", default=[], metavar="RANK:MS", type=_of_rank,
+                         help="a host that waits so long for its data loader, e.g. 2:15")
+    planted.add_argument("--late-every", type=int, default=1, metavar="N", help="... in every N-th step (default: 1)")
+    planted.add_argument("--stall", metavar="STEP:RANK:MS", type=_stall, help="a host that stops once, e.g. 13:0:80")
+    planted.add_argument("--storm", type=int, default=0, metavar="N", help="an optimizer of N small kernels")
     parser.add_argument("--counter-columns", choices=COUNTER_COLUMNS, help="columns of the rocprofv3 of this ROCm")
     parser.add_argument("--counter-steps", type=int, help="steps of the counter runs")
     parser.add_argument("--code-object-names", action="store_true", help="kernel names of the traces end in .kd")
@@ -44,7 +62,10 @@ def options(args: argparse.Namespace) -> Options:
         preset=args.preset, shape=args.shape, fsdp=args.fsdp, all=args.all, dialect=args.dialect, hosts=args.hosts,
         ranks=args.ranks, layers=args.layers, steps=args.steps, optimizer_every=args.optimizer_every, seed=args.seed,
         drop=args.drop, reorder=args.reorder, jitter=args.jitter, clock_skew_us=args.clock_skew, truncate=args.truncate,
-        slow=dict(args.slow), counter_columns=args.counter_columns, counter_steps=args.counter_steps,
+        equal_gpus=args.equal_gpus, slow=dict(args.slow), late_loader=dict(args.late_loader),
+        tensor=args.tensor, pipeline=args.pipeline, schedule=args.schedule, microbatches=args.microbatches,
+        virtual=args.virtual, balanced=args.balanced, late_every=args.late_every, stall=args.stall, storm=args.storm,
+        counter_columns=args.counter_columns, counter_steps=args.counter_steps,
         code_object_names=args.code_object_names, compress=not args.no_compress)
 
 
@@ -53,9 +74,17 @@ def run(args: argparse.Namespace, progress: Progress | None = None) -> list[Path
     return simulate(args.out, options(args), progress)
 
 
-def _slow(text: str) -> tuple[int, float]:
-    rank, _, factor = text.partition(":")
+def _of_rank(text: str) -> tuple[int, float]:
+    rank, _, size = text.partition(":")
     try:
-        return int(rank), float(factor)
+        return int(rank), float(size)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not like 3:0.8 (rank 3 at 80 % of its clock)") from None
+        raise argparse.ArgumentTypeError(f"{text!r} is not like 3:0.8 (rank 3, and a size)") from None
+
+
+def _stall(text: str) -> tuple[int, int, float]:
+    try:
+        step, rank, ms = text.split(":")
+        return int(step), int(rank), float(ms)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not like 13:0:80 (step 13 of rank 0 by 80 ms)") from None

@@ -6,11 +6,12 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from tb_chopper.backend.simulate import plan
 from tb_chopper.backend.simulate.config import Config
 from tb_chopper.backend.simulate.workload import Call, Collective, Dims, Kernel
 
-RANK, SEQ, CORRELATION = "\x01R", "\x01S", "\x01C"
-"""Places that are filled per rank, per collective and per call."""
+RANK, SEQ, CORRELATION, NEXT, PREVIOUS = "\x01R", "\x01S", "\x01C", "\x01X", "\x01Y"
+"""Places that are filled per rank, per collective and per call, and per rank with the ranks of its neighbour stages."""
 DTYPES = {"BFloat16": "c10::BFloat16", "Float": "float"}
 
 LAUNCH: dict[str, dict[str, tuple[str, str]]] = {
@@ -70,39 +71,63 @@ def buffers(collective: Collective) -> str:
                      "Input Dims": [[collective.out_nelems], [collective.in_nelems]]})
 
 
-def comms(c: Collective, config: Config) -> str:
-    """Arguments of record_param_comms."""
+def comms(c: Collective, config: Config, peer: int = -1) -> str:
+    """Arguments of record_param_comms; `peer`: the other end of a message, counted in its group."""
     empty: list[list[int]] = [[]] * 9
+    size, step = str(plan.sizes(config).get(c.group, config.ranks)), plan.stride(config, c.group)
     before = _members({
-        "Collective name": c.name, "Process Group Description": "default_pg", "dtype": c.dtype})
+        "Collective name": c.name, "Process Group Description": _mark(c.group, "description"), "dtype": c.dtype})
     after = _members({
         "Input Strides": [[[1]], *empty],
-        "Concrete Inputs": ["", SEQ, "", "0", "", "[]", "[]", "0", "1", str(config.ranks)],
-        "Out msg nelems": c.out_nelems, "Process Group Name": "0",
+        "Concrete Inputs": ["", SEQ, "", "0", "", "[]", "[]", _mark(c.group, "start"), str(step), size],
+        "Out msg nelems": c.out_nelems, "Process Group Name": _mark(c.group, "name"),
         "Input type": ["TensorList", "Scalar", "", "Scalar", "", *["ScalarList"] * 2, *["Scalar"] * 3],
-        "Global rank stride": 1, "Out split size": "[]", "In split size": "[]",
-        "Process Group Ranks": group_ranks(config), "Group size": config.ranks,
-        "Input Dims": [[[c.in_nelems]], *empty], "Global rank start": 0}).replace(json.dumps(SEQ)[1:-1], SEQ)
-    return f'{before}, "Rank": {RANK}{after}, "Seq": {SEQ}, "In msg nelems": {c.in_nelems}'
+        "Global rank stride": step, "Out split size": "[]", "In split size": "[]",
+        "Process Group Ranks": _mark(c.group, "ranks"), "Group size": int(size),
+        "Input Dims": [[[c.in_nelems]], *empty]})
+    start = f', "Global rank start": {_mark(c.group, "start")}'
+    rank = RANK if peer < 0 else f"{peer}{_other_end(c)}"
+    return f'{before}, "Rank": {rank}{after}{start}, "Seq": {SEQ}, "In msg nelems": {c.in_nelems}'
 
 
 def on_kernel(c: Collective, config: Config) -> str:
     """What the profiler copies from record_param_comms to the collective's kernel."""
     return _members({
         "Collective name": c.name, "In msg nelems": c.in_nelems, "Out msg nelems": c.out_nelems,
-        "Group size": config.ranks, "dtype": c.dtype, "In split size": "[]", "Out split size": "[]",
-        "Process Group Name": "0", "Process Group Description": "default_pg",
-        "Process Group Ranks": group_ranks(config)}) + f', "Seq": {SEQ}'
+        "Group size": plan.sizes(config).get(c.group, config.ranks), "dtype": c.dtype, "In split size": "[]",
+        "Out split size": "[]", "Process Group Name": _mark(c.group, "name"),
+        "Process Group Description": _mark(c.group, "description"),
+        "Process Group Ranks": _mark(c.group, "ranks")}) + f'{_other_end(c)}, "Seq": {SEQ}'
 
 
-def group_ranks(config: Config) -> str:
-    """Ranks of the process group, cut after 30 as the profiler does."""
-    ranks = [str(r) for r in range(config.ranks)]
-    return "[" + ", ".join(ranks[:30]) + (", ...]" if len(ranks) > 30 else "]")
+def _other_end(c: Collective) -> str:
+    if not c.flow:
+        return ""
+    return f', "{"Dst" if c.name == "send" else "Src"} Rank": {NEXT if c.to_next else PREVIOUS}'
+
+
+def _mark(group: str, what: str) -> str:
+    """Place that is filled per rank with what its group of this kind has."""
+    return f"\x01{what}:{group};"
+
+
+def of_rank(config: Config, rank: int) -> dict[str, str]:
+    """Values of the places that tell a rank's process groups and neighbours."""
+    values = {NEXT: str(plan.neighbour(config, rank, True)), PREVIOUS: str(plan.neighbour(config, rank, False))}
+    for kind, group in plan.groups(config, rank).items():
+        texts = {"name": group.name, "description": group.description, "start": str(group.ranks[0]),
+                 "ranks": group_ranks(group.ranks)}
+        values |= {_mark(kind, what): text for what, text in texts.items()}
+    return values
+
+
+def group_ranks(ranks: Sequence[int]) -> str:
+    """Ranks of a process group, cut after 30 as the profiler does."""
+    return "[" + ", ".join(map(str, ranks[:30])) + (", ...]" if len(ranks) > 30 else "]")
 
 
 def _members(values: dict[str, object]) -> str:
-    return ", " + json.dumps(values)[1:-1]
+    return ", " + json.dumps(values)[1:-1].replace("\\u0001", "\x01")
 
 
 def _listed(dims: Dims) -> list[Any]:

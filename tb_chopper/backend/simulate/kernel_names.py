@@ -50,18 +50,22 @@ ATTENTION = {
 """Forward; backward: preparation, first and second kernel."""
 
 _STORAGE = "(ncclDevKernelArgsStorage<4096ul>)"
-COLLECTIVES = {
-    "rocm": dict.fromkeys(
-        ("_allgather_base", "_reduce_scatter_base", "allreduce"), f"ncclDevKernel_Generic_1{_STORAGE}"
-    ),
-    "cuda": {
-        "_allgather_base": f"ncclDevKernel_AllGather_RING_LL{_STORAGE}",
-        "_reduce_scatter_base": f"ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL{_STORAGE}",
-        "allreduce": f"ncclDevKernel_AllReduce_Sum_f32_RING_LL{_STORAGE}",
-    },
+_COLLECTIVES = {
+    "_allgather_base": "AllGather_RING_LL",
+    "_reduce_scatter_base": "ReduceScatter_Sum_{}_RING_LL",
+    "allreduce": "AllReduce_Sum_{}_RING_LL",
+    "send": "SendRecv",
+    "recv": "SendRecv",
 }
 
 _TENSILE_AXES = {"TN": "Alik_Bljk", "NN": "Ailk_Bljk", "NT": "Ailk_Bjlk"}
+
+
+def collective(dialect: str, name: str, dtype: str) -> str:
+    """`dtype` as the profiler writes it: BFloat16, Float."""
+    if dialect == "rocm":
+        return f"ncclDevKernel_Generic_1{_STORAGE}"
+    return f"ncclDevKernel_{_COLLECTIVES[name].format({'BFloat16': 'bf16', 'Float': 'f32'}[dtype])}{_STORAGE}"
 
 
 def elementwise(functor: str, operands: int) -> str:

@@ -9,15 +9,15 @@ from __future__ import annotations
 import gzip
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from tb_chopper.backend.simulate import kineto_text
+from tb_chopper.backend.simulate import event_args, kineto_text, plan
 from tb_chopper.backend.simulate.config import NS_PER_S, Config
-from tb_chopper.backend.simulate.program import Program
+from tb_chopper.backend.simulate.program import N_STREAMS, N_STREAMS_ALONE, Program
 from tb_chopper.backend.simulate.recorded import Rank, Step
 
 SUFFIX = ".pt.trace.json"
@@ -58,7 +58,9 @@ class Templates:
 
 def _document(rank: Rank, templates: Templates) -> Iterator[str]:
     base = base_ns(rank.window_start)
-    values = (rank.pid, rank.device, rank.main_thread, rank.autograd_thread, rank.rank)
+    values = event_args.of_rank(rank.config, rank.rank) | {
+        name: str(value) for name, value in zip(kineto_text.CONSTANTS, (
+            rank.pid, rank.device, rank.main_thread, rank.autograd_thread, rank.rank), strict=True)}
     yield _header(rank)
     index = flow = 0
     for step in rank.steps:
@@ -69,9 +71,9 @@ def _document(rank: Rank, templates: Templates) -> Iterator[str]:
     yield _footer(rank, base)
 
 
-def _fill_constants(text: str, values: Sequence[int]) -> str:
-    for constant, value in zip(kineto_text.CONSTANTS, values, strict=True):
-        text = text.replace(constant, str(value))
+def _fill_constants(text: str, values: Mapping[str, str]) -> str:
+    for constant, value in values.items():
+        text = text.replace(constant, value)
     return text
 
 
@@ -111,7 +113,7 @@ class _Template:
             step.seq + np.arange(program.n_seq + 1),
             first_index + np.arange(len(program.events)),
             first_flow + 1 + np.arange(len(program.flows)),
-            step.collective + np.arange(program.n_collectives),
+            np.asarray([step.collective[c.counter] + c.seq for c in program.collectives], np.int64),
             [step.number],
         ])
         return self.format % tuple(vector[self.numbers].tolist())
@@ -123,7 +125,8 @@ def _places(program: Program, n_scopes: int) -> dict[str, int]:
              "length": len(program.items), "scope": n_scopes, "scope_length": n_scopes}
     sizes = {f"{name}_{unit}": size for name, size in times.items() for unit in ("us", "ns")}
     sizes |= {"external": program.n_external, "correlation": program.n_correlation, "seq": program.n_seq + 1,
-              "index": len(program.events), "flow": len(program.flows), "collective": program.n_collectives, "step": 1}
+              "index": len(program.events), "flow": len(program.flows), "collective": len(program.collectives),
+              "step": 1}
     return dict(zip(sizes, np.cumsum([0, *sizes.values()]).tolist(), strict=False))
 
 
@@ -151,12 +154,13 @@ def _header(rank: Rank) -> str:
     versions = {"roctracer_version": 4.1, "hip_runtime_version": 70051831, "hip_driver_version": 70051831}
     if not rocm:
         versions = {"cupti_version": 26, "cuda_runtime_version": 12080, "cuda_driver_version": 12090}
-    group = {"pg_name": "0", "pg_desc": "default_pg", "backend_config": "cuda:nccl", "pg_size": config.ranks,
-             "ranks": list(range(config.ranks))}
+    groups = [{"pg_name": g.name, "pg_desc": g.description, "backend_config": "cuda:nccl", "pg_size": len(g.ranks),
+               "ranks": list(g.ranks)} for g in dict.fromkeys(plan.groups(config, rank.rank).values())]
     keys: dict[str, Any] = {
         **versions,
-        "distributedInfo": {"backend": "nccl", "rank": rank.rank, "world_size": config.ranks, "pg_count": 1,
-                            "pg_config": [group], "nccl_version": "2.26.6" if rocm else "2.27.3"},
+        "distributedInfo": {"backend": "nccl", "rank": rank.rank, "world_size": config.ranks,
+                            "pg_count": len(groups), "pg_config": groups,
+                            "nccl_version": "2.26.6" if rocm else "2.27.3"},
         "record_shapes": 1,
         "simulated": 1,
         "host_name": rank.host,
@@ -175,7 +179,8 @@ def _footer(rank: Rank, base: int) -> str:
     for i in range(_MAX_GPUS):
         rows += [("process_name", i, 0, {"name": "python3"}), ("process_labels", i, 0, {"labels": f"GPU {i}"}),
                  ("process_sort_index", i, 0, {"sort_index": i + 5_000_000})]
-    for stream in kineto_text.STREAM_IDS[rank.config.gpu.dialect]:
+    used = N_STREAMS if rank.config.plan.pipeline > 1 else N_STREAMS_ALONE
+    for stream in kineto_text.STREAM_IDS[rank.config.gpu.dialect][:used]:
         rows += [("thread_name", rank.device, stream, {"name": f"stream {stream} "}),
                  ("thread_sort_index", rank.device, stream, {"sort_index": stream})]
     for thread, name in ((rank.main_thread, "python3"), (rank.autograd_thread, "python3"),

@@ -16,8 +16,8 @@ PID, DEVICE = "\x01P", "\x01D"
 THREADS = ("\x01M", "\x01A")
 CONSTANTS = (PID, DEVICE, *THREADS, RANK)
 """Filled per rank."""
-STREAM_IDS = {"rocm": (0, 3, 4), "cuda": (7, 20, 24)}
-"""Stream numbers of the trace, for compute, gather and reduce."""
+STREAM_IDS = {"rocm": (0, 3, 4, 5, 6, 7, 8), "cuda": (7, 20, 24, 28, 32, 36, 40)}
+"""Stream numbers of the trace, for compute, gather, reduce and a pipeline's messages."""
 
 
 def mark(kind: str, index: int) -> str:
@@ -76,7 +76,7 @@ def device_event(index: int, item: Item, config: Config, *, launched: bool = Tru
     args = (_rocm_args if config.gpu.dialect == "rocm" else _cuda_args)(item, config, launched)
     args = args.replace(CORRELATION, f'"stream": {stream},      "correlation": {correlation}')
     if item.collective is not None and launched:
-        args += on_kernel(item.collective, config).replace(SEQ, mark("collective", item.collective.number))
+        args += on_kernel(item.collective, config).replace(SEQ, mark("collective", item.collective.place))
     name, length = json.dumps(_device_name(item, config)), time("length", index)
     return (f'  {{\n    "ph": "X", "cat": "{category}", "name": {name}, "pid": {DEVICE}, "tid": {stream},\n'
             f'    "ts": {start}, "dur": {length},\n    "args": {{\n      {external}{args}\n    }}\n  }},\n'

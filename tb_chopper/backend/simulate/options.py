@@ -7,7 +7,8 @@ from typing import Any
 
 from tb_chopper.backend.errors import InvalidSelection
 from tb_chopper.backend.simulate import config as presets
-from tb_chopper.backend.simulate.config import Config
+from tb_chopper.backend.simulate import pipeline_schedule
+from tb_chopper.backend.simulate.config import Config, Plan
 
 DIALECTS = {"rocm": presets.MI300X, "cuda": presets.H200}
 COUNTER_COLUMNS = ("6.2", "6.4", "7.0")
@@ -31,14 +32,35 @@ class Options:
     layers: int | None = None
     steps: int | None = None
     optimizer_every: int | None = None
+    tensor: int = 1
+    """tensor-parallel GPUs"""
+    pipeline: int = 1
+    """GPUs of a pipeline; data parallel over the rest"""
+    schedule: str | None = None
+    """of a pipeline: gpipe, 1f1b (if not told otherwise) or interleaved"""
+    microbatches: int | None = None
+    """of a pipeline; None: twice as many as it has GPUs"""
+    virtual: int | None = None
+    """stages per GPU of an interleaved pipeline; None: 2"""
+    balanced: bool = False
+    """stages of layers alone, without embedding, head and loss"""
     seed: int = 0
     drop: float = 0.0
     reorder: float = 0.0
     jitter: float | None = None
     clock_skew_us: float = 0.0
     truncate: int | None = None
+    equal_gpus: bool = False
+    """no GPU has more leakage than another"""
     slow: dict[int, float] = field(default_factory=dict)
-    """rank -> share of its maximum clock"""
+    """rank -> share of the clock that it would have"""
+    late_loader: dict[int, float] = field(default_factory=dict)
+    """rank -> ms that its host waits for the data loader in a step"""
+    late_every: int = 1
+    stall: tuple[int, int, float] | None = None
+    """(step, rank, ms): once, the host stops for so long"""
+    storm: int = 0
+    """kernels of an optimizer that is neither fused nor foreach"""
     counter_columns: str | None = None
     """rocprofv3 of which ROCm: 6.2, 6.4 or 7.0"""
     counter_steps: int | None = None
@@ -71,11 +93,62 @@ def _configure(config: Config, options: Options) -> Config:
     faults = replace(
         config.faults, drop=options.drop, reorder=options.reorder, clock_skew_ns=round(options.clock_skew_us * 1000),
         jitter=config.faults.jitter if options.jitter is None else options.jitter, truncate=options.truncate,
-        slow=dict(options.slow))
+        slow=dict(options.slow), late_every=options.late_every, storm=options.storm,
+        late_loader={rank: ms * 1e6 for rank, ms in options.late_loader.items()},
+        stall=None if options.stall is None else (*options.stall[:2], options.stall[2] * 1e6))
+    changes["plan"] = _plan(options)
+    if options.equal_gpus:
+        changes["silicon"] = presets.Silicon((0.0,))
     config = replace(config, faults=faults, seed=options.seed, code_object_names=options.code_object_names,
                      compress=options.compress, **changes)
     _check(config)
+    _check_plan(config)
     return config
+
+
+def _plan(options: Options) -> Plan:
+    if options.pipeline == 1:
+        told = {"schedule": options.schedule, "microbatches": options.microbatches, "virtual": options.virtual,
+                "balanced": options.balanced or None}
+        for name, value in told.items():
+            if value is not None:
+                raise InvalidSelection(f"{name} is of a pipeline: ask for one with --pipeline N")
+        return Plan(options.tensor)
+    schedule = options.schedule or pipeline_schedule.ONE_F_ONE_B
+    interleaved = schedule == pipeline_schedule.INTERLEAVED
+    return Plan(options.tensor, options.pipeline, schedule,
+                2 * options.pipeline if options.microbatches is None else options.microbatches,
+                (2 if interleaved else 1) if options.virtual is None else options.virtual, options.balanced)
+
+
+def _check_plan(config: Config) -> None:
+    plan, model = config.plan, config.model
+    if plan.is_default:
+        return
+    counts = {"tensor": plan.tensor, "pipeline": plan.pipeline, "microbatches": plan.microbatches,
+              "virtual": plan.virtual}
+    for name, count in counts.items():
+        if count < 1:
+            raise InvalidSelection(f"{name} is {count}: it must be at least 1")
+    if plan.schedule not in pipeline_schedule.CLASSES:
+        known = ", ".join(pipeline_schedule.CLASSES)
+        raise InvalidSelection(f"no pipeline schedule {plan.schedule!r}: choose one of {known}")
+    if config.ranks % (plan.tensor * plan.pipeline):
+        raise InvalidSelection(f"{config.ranks} GPUs cannot be divided into tensor {plan.tensor} x pipeline "
+                               f"{plan.pipeline}: choose --ranks and --hosts that are a multiple of their product")
+    if model.heads % plan.tensor or model.hidden % plan.tensor:
+        raise InvalidSelection(f"{model.heads} heads and a width of {model.hidden} cannot be divided by tensor "
+                               f"{plan.tensor}")
+    if plan.stages > model.layers:
+        raise InvalidSelection(f"{plan.stages} stages need as many layers: there are {model.layers}, choose --layers")
+    interleaved = plan.schedule == pipeline_schedule.INTERLEAVED
+    if plan.virtual > 1 and not interleaved:
+        raise InvalidSelection(f"{plan.schedule} has one stage per GPU: several need --schedule interleaved")
+    if interleaved and plan.microbatches % plan.pipeline:
+        raise InvalidSelection(f"interleaved needs microbatches that are a multiple of the pipeline's "
+                               f"{plan.pipeline} GPUs: {plan.microbatches} are not")
+    if config.fsdp.version != 2:
+        raise InvalidSelection("tensor and pipeline parallelism go with FSDP version 2 only")
 
 
 def _check(config: Config) -> None:
@@ -90,9 +163,20 @@ def _check(config: Config) -> None:
     for name, share in shares.items():
         if not 0 <= share < 1:
             raise InvalidSelection(f"{name} is {share}: it must be a share from 0 to below 1")
-    for rank in [*config.faults.slow, *([] if config.faults.truncate is None else [config.faults.truncate])]:
+    truncated = [] if config.faults.truncate is None else [config.faults.truncate]
+    stalled = [] if config.faults.stall is None else [config.faults.stall[1]]
+    for rank in [*config.faults.slow, *config.faults.late_loader, *truncated, *stalled]:
         if not 0 <= rank < config.ranks:
             raise InvalidSelection(f"rank {rank} does not exist: there are {config.ranks}")
+    for rank, factor in config.faults.slow.items():
+        if not 0 < factor <= 1:
+            raise InvalidSelection(f"slow GPU {rank}: {factor} is no share of a clock above 0 and up to 1")
+    delays = [*config.faults.late_loader.values(), *([config.faults.stall[2]] if config.faults.stall else [])]
+    if any(ns < 0 for ns in delays) or config.faults.late_every < 1 or config.faults.storm < 0:
+        raise InvalidSelection("late loaders, stalls and storms need sizes above 0")
+    if config.faults.stall is not None and config.faults.stall[0] not in config.step_numbers:
+        first, last = config.step_numbers[0], config.step_numbers[-1]
+        raise InvalidSelection(f"step {config.faults.stall[0]} is not captured: choose one of {first} to {last}")
     if config.counter_columns not in COUNTER_COLUMNS:
         known = ", ".join(COUNTER_COLUMNS)
         raise InvalidSelection(f"no counter columns of ROCm {config.counter_columns}: choose one of {known}")

@@ -45,14 +45,14 @@ def theoretical_ns(kernel: Kernel, gpu: Gpu) -> float:
 
 
 def transfer_ns(name: str, n_bytes: float, config: Config, members: Sequence[int] = ()) -> float:
-    """Time of a collective, or of a message (`send`), from the arrival of the last of its ranks on.
+    """Time of a collective, or of a message (`send`, `recv`), from the arrival of the last of its ranks on.
 
     `members`: the ranks that take part; of a message its sender and receiver; empty: all ranks. A collective moves
     (n - 1) / n of its bytes, an all-reduce twice that, over the bus bandwidth of a ring; a message moves all of its
     bytes over the link of two GPUs.
     """
     n = len(members) or config.ranks
-    message = name == "send"
+    message = name in ("send", "recv")
     factor = 1.0 if message else (2.0 if name == "allreduce" else 1.0) * (n - 1) / n
     link = config.gpu.peer_bytes_per_s if message else config.gpu.link_bytes_per_s
     latency = MESSAGE_LATENCY_NS if message else COLLECTIVE_LATENCY_NS
@@ -65,6 +65,14 @@ def slowdown(config: Config, members: Sequence[int] = ()) -> float:
     return 1.0 if len(hosts) == 1 else BETWEEN_HOSTS
 
 
+def power_cap_w(config: Config, rank: int) -> float:
+    """Power cap of a GPU. A slow one's leaves its cores so much less that its clock falls by the planted factor where
+    the cap limits it: power of the cores goes with the third power of the clock."""
+    gpu = config.gpu
+    fixed = gpu.idle_w + config.silicon.of(rank % config.gpus_per_host) + gpu.memory_w + config.fsdp.allocator_w
+    return fixed + (gpu.power_cap_w - fixed) * config.faults.slow.get(rank, 1.0) ** 3
+
+
 class PowerController:
     """The firmware of one GPU: lowers the clock while the averaged power is above the cap, raises it below.
 
@@ -75,7 +83,7 @@ class PowerController:
         gpu, fsdp = config.gpu, config.fsdp
         self.static_w = gpu.idle_w + config.silicon.of(rank % config.gpus_per_host)
         self.memory_w = gpu.memory_w
-        self.dynamic_w, self.cap_w = gpu.dynamic_w, gpu.power_cap_w
+        self.dynamic_w, self.cap_w = gpu.dynamic_w, power_cap_w(config, rank)
         self.max_mhz = gpu.max_clock_mhz * config.faults.slow.get(rank, 1.0)
         self.share = 1.0 / gpu.max_clock_mhz
         self.allocator_w, self.swing_w = fsdp.allocator_w, fsdp.allocator_swing_w

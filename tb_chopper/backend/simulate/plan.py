@@ -50,10 +50,10 @@ def rank_at(config: Config, at: Place) -> int:
 
 
 def groups(config: Config, rank: int) -> dict[str, Group]:
-    """The process groups of a rank, by kind. FSDP over all ranks uses the world."""
+    """The process groups of a rank, by kind; FSDP over all ranks has but the world."""
     found = {WORLD: Group("0", "default_pg", tuple(range(config.ranks)))}
     if config.plan.is_default:
-        return found | {DATA: found[WORLD]}
+        return found
     first = 1
     for kind, size in sizes(config).items():
         step = stride(config, kind)

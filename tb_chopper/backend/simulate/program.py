@@ -1,12 +1,13 @@
 """One training step as a program: what the host does, in order, and what the device is asked to do.
 
 The host side is a list of time points with the cost before each; an event spans two points. The device side is a
-list of items in launch order, each on a stream and waiting for earlier items. All ranks run the same program; times
-are found by `schedule`.
+list of items in launch order, each on a stream and waiting for earlier items. Ranks at one place of the pipeline run
+the same program; times are found by `schedule`.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,8 +19,10 @@ from tb_chopper.backend.simulate import event_args
 from tb_chopper.backend.simulate.config import Config
 from tb_chopper.backend.simulate.workload import Call, Collective, Kernel
 
-COMPUTE, GATHER, REDUCE = 0, 1, 2
-"""Streams."""
+COMPUTE, GATHER, REDUCE, RECV_F, SEND_F, RECV_B, SEND_B = range(7)
+"""Streams; the last four are of a pipeline's messages: activations forth, gradients back."""
+N_STREAMS, N_STREAMS_ALONE = 7, 3
+"""of a pipeline, and without one"""
 MAIN, AUTOGRAD = 0, 1
 """Host threads."""
 UNBLOCK_EVERY = 32
@@ -48,6 +51,7 @@ class HostEvent(NamedTuple):
     item: int = -1
     """item that the call launches"""
     collective: int = -1
+    """place of the collective"""
 
 
 class Item(NamedTuple):
@@ -67,6 +71,9 @@ class Item(NamedTuple):
     scope: int
     """event of the innermost annotation, -1 on the backward thread, whose annotations the device does not mirror"""
     collective: Collective | None = None
+    stage: int = -1
+    """of a pipeline's action: stage and microbatch, -1: none"""
+    microbatch: int = -1
 
 
 @dataclass
@@ -82,8 +89,12 @@ class Program:
     n_external: int
     n_correlation: int
     n_seq: int
-    n_collectives: int
+    collectives: list[Collective]
     step_event: int
+    loader_point: int = -1
+    """point before which the host waits for a late data loader"""
+    stall_point: int = -1
+    """point before which the host of an outlier step stops"""
 
 
 class Recorder:
@@ -98,10 +109,15 @@ class Recorder:
         self.blocks: list[tuple[int, int]] = []
         self.flows: list[tuple[int, int]] = []
         self.operation, self.layer, self.phase, self.thread = "", NO_LAYER, "other", MAIN
-        self.external = self.correlation = self.seq = self.collectives = 0
+        self.stage = self.microbatch = -1
+        self.external = self.correlation = self.seq = 0
+        self.collectives: list[Collective] = []
+        self._counts: Counter[str] = Counter()
         self.awaited: list[int] = []
         """items that the compute stream has been told to wait for"""
-        self.last_collective: int | None = None
+        self.last_collectives: dict[str, int] = {}
+        """last item of each channel"""
+        self.loader_point = self.stall_point = -1
         self._open: list[tuple[int, str]] = []  # (External id, name), innermost last
         self._scopes: list[int] = []
 
@@ -109,9 +125,14 @@ class Recorder:
     def last_item(self) -> int:
         return len(self.items) - 1
 
+    @property
+    def last_compute(self) -> int:
+        """Last item of the compute stream, -1: none."""
+        return next((i for i in reversed(range(len(self.items))) if self.items[i].stream == COMPUTE), -1)
+
     def program(self, step_event: int) -> Program:
         return Program(np.asarray(self.cost), self.events, self.items, self.blocks, self.flows, self.external,
-                       self.correlation, self.seq, self.collectives, step_event)
+                       self.correlation, self.seq, self.collectives, step_event, self.loader_point, self.stall_point)
 
     # host
 
@@ -169,6 +190,15 @@ class Recorder:
             for kernel in call.kernels:
                 self.launch(kernel, stream, deps)
 
+    def communicate(self, collective: Collective) -> Collective:
+        """Give the next collective its numbers."""
+        channel, counter = collective.channel, collective.counter
+        numbered = collective._replace(number=self._counts[channel], seq=self._counts[counter],
+                                       place=len(self.collectives))
+        self._counts.update({channel, counter})
+        self.collectives.append(numbered)
+        return numbered
+
     # device
 
     def launch(self, kernel: Kernel, stream: int = COMPUTE, deps: Sequence[int] = (),
@@ -178,7 +208,7 @@ class Recorder:
         if stream == COMPUTE:
             waits, self.awaited = [*waits, *self.awaited], []
         if collective is not None:
-            self.last_collective = index
+            self.last_collectives[collective.channel] = index
         wait_for = index if blocking else index - self.host.queue_depth if index % UNBLOCK_EVERY == 0 else None
         external, cpu_op = self._open[-1]
         correlation = self.correlation
@@ -186,5 +216,5 @@ class Recorder:
         begin = self.runtime(name, args, item=index, wait_for=wait_for, duration_ns=self.host.launch_call_ns)
         mirrored = self._scopes[-1] if self.thread == MAIN and self._scopes else -1
         self.items.append(Item(kernel, stream, correlation, external, begin, tuple(sorted(set(waits))), self.operation,
-                               self.layer, self.phase, cpu_op, mirrored, collective))
+                               self.layer, self.phase, cpu_op, mirrored, collective, self.stage, self.microbatch))
         return index

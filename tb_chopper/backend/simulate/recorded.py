@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,7 +30,8 @@ class Step:
     correlation: int
     external: int
     seq: int
-    collective: int
+    collective: dict[str, int]
+    """by channel and by counter: number of the step's first collective"""
 
 
 @dataclass
@@ -94,19 +96,25 @@ def record(timeline: Timeline, rank: int) -> Rank:
     zero = clock_offset(config, rank)
     start, end = np.rint(times.start).astype(np.int64) + zero, np.rint(times.end).astype(np.int64) + zero
     steps = []
-    correlation, external, seq, collective = FIRST_CORRELATION, FIRST_EXTERNAL, FIRST_SEQ, FIRST_COLLECTIVE
-    for k, program in enumerate(timeline.programs):
-        a, b = timeline.offsets[k], timeline.offsets[k + 1]
+    correlation, external, seq = FIRST_CORRELATION, FIRST_EXTERNAL, FIRST_SEQ
+    programs = timeline.programs[rank]
+    keys = {key for program in programs for c in program.collectives for key in (c.channel, c.counter)}
+    collective = dict.fromkeys(sorted(keys), FIRST_COLLECTIVE)
+    b = 0
+    for k, program in enumerate(programs):
+        a, b = b, b + len(program.items)
         points = np.floor(times.points[k]).astype(np.int64) + zero
         steps.append(
             Step(
-                config.first_step + k - 1, program, points, start[a:b], end[a:b], correlation, external, seq, collective
+                config.first_step + k - 1, program, points, start[a:b], end[a:b], correlation, external, seq,
+                dict(collective),
             )
         )
         correlation += program.n_correlation + 7
         external += program.n_external if k else 0
         seq += program.n_seq
-        collective += program.n_collectives
+        for key, n in Counter(key for c in program.collectives for key in {c.channel, c.counter}).items():
+            collective[key] += n
     warm, sampled = steps[0], steps[1:]
     window_start = int(warm.points[-1]) + 2_000
     return Rank(

@@ -48,10 +48,11 @@ _NOT_IN_6_2 = {"Kernel_Id", "Accum_VGPR_Count", "Start_Timestamp", "End_Timestam
 
 def write(directory: Path, rank: Rank) -> tuple[list[str], pd.DataFrame]:
     """Write all passes of a rank; returns the files, relative to the run, and which kernel each dispatch was:
-    rank, pass, dispatch_id, step, correlation (-1: surplus warm-up)."""
+    rank, pass, dispatch_id, step, correlation (-1: surplus warm-up). None under tensor or pipeline parallelism: where
+    kernels run one by one, ranks that use several communicators wait for each other for ever."""
     files: list[str] = []
     dispatches = [pd.DataFrame(columns=list(_DISPATCH), dtype="int64")]
-    for number in range(1, rank.config.counter_passes + 1 if rank.config.gpu.dialect == "rocm" else 1):
+    for number in range(1, rank.config.counter_passes + 1 if _possible(rank.config) else 1):
         folder = directory / DIRECTORY / f"pass_{number}" / rank.host
         folder.mkdir(parents=True, exist_ok=True)
         pid = rank.pid + 10_000 * number + 11
@@ -62,6 +63,10 @@ def write(directory: Path, rank: Rank) -> tuple[list[str], pd.DataFrame]:
             files.append(path.relative_to(directory).as_posix())
         dispatches.append(table)
     return files, pd.concat(dispatches, ignore_index=True)
+
+
+def _possible(config: Config) -> bool:
+    return config.gpu.dialect == "rocm" and config.plan.is_default
 
 
 def _pass(rank: Rank, number: int, pid: int) -> tuple[str, pd.DataFrame]:

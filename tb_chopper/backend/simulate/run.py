@@ -12,6 +12,7 @@ from pathlib import Path
 from tb_chopper.backend.errors import InvalidSelection
 from tb_chopper.backend.simulate import (
     kineto,
+    pipeline_step,
     recorded,
     rocprofv3,
     schedule,
@@ -46,25 +47,32 @@ def simulate(out_dir: Path | str, options: Options | None = None, progress: Prog
     return written
 
 
-def programs(config: Config) -> list[Program]:
-    """The warm-up step and the sampled steps; steps of one kind share a program."""
-    work = workload.build(config)
+def programs(config: Config, pipeline: int = 0) -> list[Program]:
+    """The warm-up step and the sampled steps of the ranks at a place in the pipeline; steps of one kind share a
+    program."""
+    work = workload.build(config, pipeline)
+
+    def build(optimizer: bool, synchronize: bool) -> Program:
+        step = (pipeline_step.PipelineStep(config, work, pipeline) if config.plan.pipeline > 1 else
+                training_step.TrainingStep(config, work))
+        return step.build(optimizer=optimizer, synchronize=synchronize)
+
     every = config.optimizer_every
     optimizer = [bool(every) and step % every == 0 for step in config.step_numbers]
-    kinds = {kind: training_step.build(config, work, optimizer=kind, synchronize=True) for kind in set(optimizer)}
-    warm_up = training_step.build(config, work, optimizer=False, synchronize=False)
-    return [warm_up, *(kinds[kind] for kind in optimizer)]
+    kinds = {kind: build(kind, True) for kind in set(optimizer)}
+    return [build(False, False), *(kinds[kind] for kind in optimizer)]
 
 
 def _write_run(directory: Path, config: Config, progress: Progress) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     progress(0.0, "simulating")
-    timeline = schedule.simulate(config, programs(config), lambda done: progress(0.4 * done, "simulating"))
+    of_places = [programs(config, place) for place in range(config.plan.pipeline)]
+    timeline = schedule.simulate(config, of_places, lambda done: progress(0.4 * done, "simulating"))
     ranks = [recorded.record(timeline, r) for r in range(config.ranks)]
     for host in range(config.hosts):
         members = slice(host * config.gpus_per_host, (host + 1) * config.gpus_per_host)
         telemetry.write(directory, ranks[members], timeline.ranks[members])
-    job = _Job(directory, ranks, timeline, kineto.Templates(config, timeline.programs[1:]))
+    job = _Job(directory, ranks, timeline, kineto.Templates(config, [p for steps in of_places for p in steps[1:]]))
     parts = []
     for part in _map(job):
         parts.append(part)
@@ -94,7 +102,7 @@ def _map(job: _Job) -> Iterator[truth.Part]:
     """Ranks in order, in several processes where that pays and the platform can fork."""
     n = len(job.ranks)
     workers = min(n, os.cpu_count() or 1, 8)
-    activities = n * int(job.timeline.offsets[-1])
+    activities = sum(len(times.start) for times in job.timeline.ranks)
     if workers > 1 and activities >= PARALLEL_FROM and "fork" in multiprocessing.get_all_start_methods():
         fork = multiprocessing.get_context("fork")  # the job is inherited, not sent
         with ProcessPoolExecutor(workers, mp_context=fork, initializer=_inherit, initargs=(job,)) as pool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from tb_chopper.backend.simulate import pipeline_schedule, plan
 from tb_chopper.backend.simulate.config import Config
 from tb_chopper.backend.simulate.recorded import Rank
 from torch_ext import sidecar
@@ -59,31 +60,43 @@ def build(rank: Rank) -> sidecar.Sidecar:
                 "last_step": rank.steps[-1].number,
             },
             "training": {
-                "tokens_per_step": config.tokens,
-                "model_flops_per_step": model_flop(config),
-                "parallel": {"dp_shard": config.ranks},
+                "tokens_per_step": config.tokens * config.plan.microbatches // (config.ranks // config.data),
+                "model_flops_per_step": model_flop(config, plan.place(config, rank.rank).pipeline),
+                "parallel": plan.sizes(config),
             },
-            "modules": _modules(config),
+            "modules": _modules(config, plan.place(config, rank.rank).pipeline),
             "simulated": True,
             "notes": [
                 f"simulated: preset {config.preset}, batch {config.batch}, sequence {config.sequence}, "
-                f"FSDP{config.fsdp.version}, seed {config.seed}"
+                f"FSDP{config.fsdp.version}, seed {config.seed}{_plan(config)}"
             ],
         }
     )
     return content
 
 
+def _plan(config: Config) -> str:
+    if config.plan.is_default:
+        return ""
+    sizes = ", ".join(f"{name} {size}" for name, size in plan.sizes(config).items())
+    schedule = pipeline_schedule.CLASSES[config.plan.schedule]
+    return f", {sizes}" + (f", {schedule} of {config.plan.microbatches} microbatches"
+                           if config.plan.pipeline > 1 else "")
+
+
 def pci_address(local_rank: int) -> str:
     return f"0000:{0x05 + 0x20 * local_rank:02x}:00.0"
 
 
-def model_flop(config: Config) -> float:
-    """Model FLOPs of one rank and step: 6 per parameter outside the embedding and token, and attention, causal half."""
-    m = config.model
-    dense = m.params - m.vocab * m.dim - (2 * m.layers + 1) * m.dim
-    attention = 7.0 * config.batch * m.heads * config.sequence**2 * m.head_dim * m.layers
-    return 6.0 * dense * config.tokens + attention
+def model_flop(config: Config, pipeline: int = 0) -> float:
+    """Model FLOPs of one rank and step: 6 per parameter outside the embedding and token, and attention, causal half; of
+    what its stages hold, divided by the tensor-parallel ranks."""
+    m, tokens = config.model, config.tokens * config.plan.microbatches
+    stages = plan.stages(config, pipeline)
+    layers = sum(len(plan.layers(config, s)) for s in stages)
+    dense = layers * (m.layer_params - 2 * m.dim) + any(plan.has_head(config, s) for s in stages) * m.vocab * m.dim
+    attention = 7.0 * config.batch * m.heads * config.sequence**2 * m.head_dim * layers * config.plan.microbatches
+    return (6.0 * dense * tokens + attention) / config.plan.tensor
 
 
 def _clocks(where: str, wall_ns: int, boot_ns: int) -> sidecar.ClockPair:
@@ -95,11 +108,14 @@ def _clocks(where: str, wall_ns: int, boot_ns: int) -> sidecar.ClockPair:
     }
 
 
-def _modules(config: Config) -> list[sidecar.Module]:
+def _modules(config: Config, pipeline: int) -> list[sidecar.Module]:
+    """The modules of the stages that the rank holds."""
     m = config.model
-    rows: list[tuple[str, str, int]] = [("", "Transformer", m.params), ("tok_embeddings", "Embedding", m.vocab * m.dim)]
+    stages = plan.stages(config, pipeline)
+    first, last = (any(has(config, s) for s in stages) for has in (plan.has_embedding, plan.has_head))
     qkv = m.dim * (m.heads + 2 * m.kv_heads) * m.head_dim
-    for i in range(m.layers):
+    rows: list[tuple[str, str, int]] = [("tok_embeddings", "Embedding", m.vocab * m.dim)] * first
+    for i in (i for s in stages for i in plan.layers(config, s)):
         rows += [
             (f"layers.{i}", "TransformerBlock", m.layer_params),
             (f"layers.{i}.attention_norm", "RMSNorm", m.dim),
@@ -107,5 +123,7 @@ def _modules(config: Config) -> list[sidecar.Module]:
             (f"layers.{i}.ffn_norm", "RMSNorm", m.dim),
             (f"layers.{i}.feed_forward", "FeedForward", 3 * m.dim * m.hidden),
         ]
-    rows += [("norm", "RMSNorm", m.dim), ("output", "Linear", m.vocab * m.dim)]
+    rows += [("norm", "RMSNorm", m.dim), ("output", "Linear", m.vocab * m.dim)] * last
+    total = sum(params for fqn, _, params in rows if fqn.count(".") < 2)
+    rows = [("", "Transformer", total), *rows]
     return [{"fqn": fqn, "cls": cls, "params": params, "order": order} for order, (fqn, cls, params) in enumerate(rows)]

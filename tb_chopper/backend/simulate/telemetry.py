@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
+from tb_chopper.backend.simulate import physics
 from tb_chopper.backend.simulate.config import Config
 from tb_chopper.backend.simulate.recorded import Rank, boot_ns, clock_offset
 from tb_chopper.backend.simulate.schedule import RankTimes
@@ -80,7 +81,7 @@ def _gpu_lines(rank: Rank, times: RankTimes, end_ns: int) -> Iterator[tuple[int,
             clock_mhz=round(clock, 1), memory_clock_mhz=round(clock / gpu.max_clock_mhz * gpu.memory_clock_mhz, 1),
             power_w=round(watt, 2), energy_j=round(energy_j, 4), temperature_c=round(celsius, 1),
             memory_temperature_c=round(celsius - 6.0, 1), activity_pct=round(active, 1),
-            clock_limit_mhz=gpu.max_clock_mhz, power_limit_w=gpu.power_cap_w,
+            clock_limit_mhz=gpu.max_clock_mhz, power_limit_w=round(physics.power_cap_w(config, rank.rank), 1),
             throttle=log.throttle({"power": round(throttled, 1)}))
 
 

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from tb_chopper.backend.simulate import event_args, kernel_names
+from tb_chopper.backend.simulate import event_args, kernel_names, plan
 from tb_chopper.backend.simulate.config import Config
 from tb_chopper.backend.simulate.program import (
     AUTOGRAD,
@@ -19,8 +19,10 @@ from tb_chopper.backend.simulate.program import (
     Program,
     Recorder,
 )
-from tb_chopper.backend.simulate.workload import BF16, FP32, Call, Collective, Kernel, Op, Workload
+from tb_chopper.backend.simulate.workload import BF16, FP32, Call, Collective, Kernel, Op, Reduction, Workload
 
+LOADER_SHARE = 0.2
+"""of the preparation of a step: the data loader, where it is in time"""
 _EVALUATE = "autograd::engine::evaluate_function: "
 _ACCUMULATE = "torch::autograd::AccumulateGrad"
 _POST_BACKWARD = "RegisterPostBackwardFunctionBackward"
@@ -29,6 +31,8 @@ _CHANNELS = {
     "_allgather_base": ("c10d::_allgather_base_", "nccl:_all_gather_base"),
     "_reduce_scatter_base": ("c10d::_reduce_scatter_base_", "nccl:_reduce_scatter_base"),
     "allreduce": ("c10d::allreduce_", "nccl:all_reduce"),
+    "send": ("c10d::send", "nccl:send"),
+    "recv": ("c10d::recv_", "nccl:recv"),
 }
 ROOT = NO_LAYER
 """The FSDP unit of what is outside the layers; the others go by their layer."""
@@ -44,33 +48,33 @@ class Recorded(NamedTuple):
     layer: int
 
 
-def build(config: Config, workload: Workload, *, optimizer: bool, synchronize: bool) -> Program:
-    """The program of one step. `optimizer`: clip and AdamW at its end; `synchronize`: the loss is read at its end."""
-    return _Step(config, workload).build(optimizer, synchronize)
+class TrainingStep:
+    """Writes the program of one step: the whole model on every rank, or a tensor-parallel part of each layer."""
 
-
-class _Step:
     def __init__(self, config: Config, workload: Workload) -> None:
         self.config, self.workload, self.fsdp = config, workload, config.fsdp
+        self.model = plan.part(config)
         self.record = Recorder(config)
+        self.data_group = plan.WORLD if config.plan.is_default else plan.DATA
+        self.sharded = config.plan.is_default or config.data > 1
         self.last_copy_out: int | None = None
         self.free_after: int | None = None
         """FSDP1: item whose end frees the memory for one more gathered unit"""
         self.prefetched: int | None = None
 
-    def build(self, optimizer: bool, synchronize: bool) -> Program:
+    def build(self, *, optimizer: bool, synchronize: bool) -> Program:
+        """`optimizer`: clip and AdamW at the end of the step; `synchronize`: the loss is read at its end."""
         record, host = self.record, self.config.host
         record.point(host.step_preparation_ns * 0.1)
         step_event = len(record.events)
         with record.scope(STEP_NAME):
-            record.point(host.step_preparation_ns)
+            with record.scope("enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__"):
+                record.loader_point = record.point(host.step_preparation_ns * LOADER_SHARE)
+            record.point(host.step_preparation_ns * (1 - LOADER_SHARE))
             with record.scope("GetInputLabels", "GetInputLabels"):
                 self._copy_inputs()
-            recorded = self._forward_pass()
-            with record.scope("b_l"):
-                record.thread = AUTOGRAD
-                self._backward_pass(*recorded)
-                record.thread = MAIN
+            record.stall_point = record.point(0)
+            self._passes()
             if optimizer:
                 self._optimizer_pass()
             record.phase, record.layer = "other", NO_LAYER
@@ -79,6 +83,13 @@ class _Step:
         return record.program(step_event)
 
     # passes
+
+    def _passes(self) -> None:
+        recorded = self._forward_pass()
+        with self.record.scope("b_l"):
+            self.record.thread = AUTOGRAD
+            self._backward_pass(*recorded)
+            self.record.thread = MAIN
 
     def _forward_pass(self) -> tuple[list[Recorded], list[list[Recorded]], list[Recorded]]:
         record = self.record
@@ -93,11 +104,11 @@ class _Step:
                 self._unshard(i)
                 layers.append(self._forward_ops(self.workload.layer))
                 if self.fsdp.version == 2:
-                    with record.scope(f"FSDP::post_forward{_label(i)}"):
+                    with record.scope(f"FSDP::post_forward{label(i)}"):
                         pass
             ends.append(record.last_item)
         record.layer = NO_LAYER
-        return before, layers, self._forward_ops(self.workload.after)
+        return before, layers, self._forward_ops((*self.workload.after, *self.workload.loss))
 
     def _forward_ops(self, ops: Sequence[Op]) -> list[Recorded]:
         """Operators under the scopes of their operations; neighbours of one operation share a scope. Returns those
@@ -115,7 +126,11 @@ class _Step:
                 return self._forward_op(op, outer[1:])
         recorded = Recorded(op, record.seq, len(record.cost), record.layer)
         record.seq += bool(op.node)
-        record.call(op.call, seq=recorded.seq)
+        if op.reduce_forward is None:
+            record.call(op.call, seq=recorded.seq)
+        else:
+            with record.op(op.call.name, seq=recorded.seq, args=event_args.shapes(op.call)):
+                self._all_reduce(op.reduce_forward)
         return recorded
 
     def _backward_pass(self, before: list[Recorded], layers: list[list[Recorded]], after: list[Recorded]) -> None:
@@ -133,8 +148,7 @@ class _Step:
         for recorded in reversed(before):
             self._backward_op(recorded)
         self._reduce_gradients(ROOT)
-        assert record.last_collective is not None
-        record.awaited.append(record.last_collective)
+        record.awaited += [item for item in [record.last_collectives.get(self.data_group)] if item is not None]
 
     def _backward_op(self, recorded: Recorded, *, gather: bool = False) -> None:
         """The autograd node of an operator; `gather`: it is the first of its layer, whose parameters it asks for."""
@@ -148,6 +162,8 @@ class _Step:
             with record.op(op.node, seq=recorded.seq, fwd_thread=1):
                 for call in op.backward:
                     record.call(call)
+                if op.reduce_backward is not None:
+                    self._all_reduce(op.reduce_backward)
         if op.parameter:
             with record.op(_EVALUATE + _ACCUMULATE), record.op(_ACCUMULATE), record.op("aten::detach"):
                 pass
@@ -160,7 +176,7 @@ class _Step:
             record.point(host.optimizer_preparation_ns * 0.4)
             for call in self.workload.clip:
                 record.call(call)
-            record.awaited.append(self._collective("allreduce", 1, 1, REDUCE, [record.last_item], "Float"))
+            record.awaited.append(self._collective("allreduce", 1, 1, REDUCE, [record.last_item], "Float", plan.WORLD))
             for call in self.workload.clip_scale:
                 record.call(call)
             self._read_scalar()
@@ -184,7 +200,7 @@ class _Step:
         """`.item()`: the host waits until all work so far is done."""
         record = self.record
         name = "Memcpy DtoH (Device -> Pageable)" if record.dialect == "cuda" else "Memcpy DtoH (Device -> Host)"
-        deps = [] if record.last_collective is None else [record.last_collective]
+        deps = list(record.last_collectives.values())
         with record.op("aten::item"), record.op("aten::_local_scalar_dense"):
             record.launch(Kernel(name, "memcpy", bytes=4, activity=0.05, api="copy"), COMPUTE, deps, blocking=True)
 
@@ -192,8 +208,10 @@ class _Step:
 
     def _unshard(self, unit: int) -> None:
         """Before the forward of a unit: gather its parameters and let the compute stream wait for them."""
+        if not self.sharded:
+            return
         if self.fsdp.version == 2:
-            with self.record.scope(f"FSDP::pre_forward{_label(unit)}", "FSDP::pre_forward"):
+            with self.record.scope(f"FSDP::pre_forward{label(unit)}", "FSDP::pre_forward"):
                 self._copy_out(unit, self._all_gather(unit))
         else:
             with self.record.scope(f"{_FSDP1}_pre_forward", f"{_FSDP1}_pre_forward"):
@@ -201,9 +219,11 @@ class _Step:
 
     def _pre_backward(self, unit: int) -> None:
         """Before the backward of a unit: use its parameters, and gather those of the next one."""
+        if not self.sharded:
+            return
         record, ready = self.record, self.prefetched
         if self.fsdp.version == 2:
-            with record.scope(f"FSDP::pre_backward{_label(unit)}", "FSDP::pre_backward"):
+            with record.scope(f"FSDP::pre_backward{label(unit)}", "FSDP::pre_backward"):
                 self._copy_out(unit, self._all_gather(unit) if ready is None else ready)
                 if unit > 0:
                     with record.scope(f"FSDP::backward_prefetch for layers.{unit - 1}", "FSDP::backward_prefetch"):
@@ -220,55 +240,69 @@ class _Step:
         record, shard = self.record, self._shard(unit)
         record.layer = unit
         if self.fsdp.version == 2:
-            with record.scope(f"FSDP::all_gather{_label(unit)}", "FSDP::all_gather"):
+            with record.scope(f"FSDP::all_gather{label(unit)}", "FSDP::all_gather"):
                 copy = _copy("fsdp::all_gather_copy_in", kernel_names.COPY_IN, shard)
                 record.call(copy, stream=GATHER, deps=[] if self.last_copy_out is None else [self.last_copy_out])
-                return self._collective("_allgather_base", shard, shard * self.config.ranks, GATHER)
+                return self._collective("_allgather_base", shard, shard * self.config.data, GATHER)
         free = [] if self.free_after is None else [self.free_after]
         if free and self.fsdp.rate_limiter:
             with record.scope(f"{_FSDP1}rate_limiter"):
                 record.runtime(*event_args.SYNCHRONIZE[record.dialect], wait_for=self.free_after)
-        return self._collective("_allgather_base", shard, shard * self.config.ranks, GATHER, free)
+        return self._collective("_allgather_base", shard, shard * self.config.data, GATHER, free)
 
     def _copy_out(self, unit: int, gathered: int) -> None:
         record = self.record
         record.layer = unit
-        with record.scope(f"FSDP::all_gather_copy_out{_label(unit)}", "FSDP::all_gather_copy_out"):
+        with record.scope(f"FSDP::all_gather_copy_out{label(unit)}", "FSDP::all_gather_copy_out"):
             copy = _copy("fsdp::split_with_sizes_copy", kernel_names.COPY_OUT, self._params(unit))
             record.call(copy, deps=[gathered])
         self.last_copy_out = record.last_item
 
     def _reduce_gradients(self, unit: int) -> None:
         """After the backward of a unit: reduce-scatter its gradients."""
+        if not self.sharded:
+            return
         record, last, shard = self.record, self.record.last_item, self._shard(unit)
         record.layer = unit
         if self.fsdp.version == 2:
             with record.op(_EVALUATE + _POST_BACKWARD), record.op(_POST_BACKWARD):
-                with record.scope(f"FSDP::post_backward_reshard{_label(unit)}"):
+                with record.scope(f"FSDP::post_backward_reshard{label(unit)}"):
                     pass
-                with record.scope(f"FSDP::post_backward_reduce{_label(unit)}", "FSDP::post_backward_reduce"):
+                with record.scope(f"FSDP::post_backward_reduce{label(unit)}", "FSDP::post_backward_reduce"):
                     copy = _copy("fsdp::chunk_cat", kernel_names.CHUNK_CAT, self._params(unit))
                     record.call(copy, stream=REDUCE, deps=[last])
-                    self._collective("_reduce_scatter_base", shard * self.config.ranks, shard, REDUCE)
+                    self._collective("_reduce_scatter_base", shard * self.config.data, shard, REDUCE)
         else:
             hook = f"{_FSDP1}_post_backward_hook"
             with record.op(_EVALUATE + _ACCUMULATE), record.op(_ACCUMULATE), record.scope(hook, hook):
-                self._collective("_reduce_scatter_base", shard * self.config.ranks, shard, REDUCE, [last])
+                self._collective("_reduce_scatter_base", shard * self.config.data, shard, REDUCE, [last])
+
+    # communication
 
     def _collective(self, name: str, n_in: int, n_out: int, stream: int, deps: Sequence[int] = (),
-                    dtype: str = "BFloat16") -> int:
-        record, ranks = self.record, self.config.ranks
+                    dtype: str = "BFloat16", group: str | None = None) -> int:
         n_bytes = max(n_in, n_out) * (BF16 if dtype == "BFloat16" else FP32)
-        collective = Collective(name, record.collectives, n_in, n_out, n_bytes, dtype)
-        record.collectives += 1
+        collective = Collective(name, n_in, n_out, n_bytes, dtype, self.data_group if group is None else group)
+        blocks = min(56, 7 * plan.sizes(self.config).get(collective.group, self.config.ranks))
+        return self._communicate(collective, _CHANNELS[name][1], blocks, stream, deps)
+
+    def _all_reduce(self, reduction: Reduction) -> None:
+        """Over the tensor-parallel ranks, and waited for: it runs on the compute stream."""
+        n = reduction.elements
+        self._collective("allreduce", n, n, COMPUTE, (), reduction.dtype, plan.TENSOR)
+
+    def _communicate(self, collective: Collective, annotation: str, blocks: int, stream: int, deps: Sequence[int],
+                     peer: int = -1) -> int:
+        """The operator, its record of parameters and its kernel. `peer`: of a message, in its group."""
+        record = self.record
+        collective = record.communicate(collective)
         buffers = event_args.buffers(collective)
-        operator, annotation = _CHANNELS[name]
-        comms = event_args.comms(collective, self.config)
-        kernel = Kernel(kernel_names.COLLECTIVES[record.dialect][name], "collective", bytes=n_bytes,
-                        blocks=min(56, 7 * ranks), activity=0.06, api="ext")
+        comms = event_args.comms(collective, self.config, peer)
+        name = kernel_names.collective(record.dialect, collective.name, collective.dtype)
+        kernel = Kernel(name, "collective", bytes=collective.n_bytes, blocks=blocks, activity=0.06, api="ext")
         with (
-            record.op(operator, args=buffers),
-            record.op("record_param_comms", args=comms, collective=collective.number),
+            record.op(_CHANNELS[collective.name][0], args=buffers),
+            record.op("record_param_comms", args=comms, collective=collective.place),
             record.scope(annotation, args=buffers),
         ):
             for call in event_args.WAIT_CALLS[record.dialect]:
@@ -276,13 +310,13 @@ class _Step:
             return record.launch(kernel, stream, deps, collective)
 
     def _params(self, unit: int) -> int:
-        return self.config.model.root_params if unit == ROOT else self.config.model.layer_params
+        return self.model.root_params if unit == ROOT else self.model.layer_params
 
     def _shard(self, unit: int) -> int:
-        return -(-self._params(unit) // self.config.ranks)
+        return -(-self._params(unit) // self.config.data)
 
 
-def _label(unit: int) -> str:
+def label(unit: int) -> str:
     return "" if unit == ROOT else f" (layers.{unit})"
 
 

@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from tb_chopper.backend.simulate import physics
+from tb_chopper.backend import intervals
+from tb_chopper.backend.simulate import faults, physics, plan
 from tb_chopper.backend.simulate.config import Config
 from tb_chopper.backend.simulate.program import Item, Program
 from tb_chopper.backend.simulate.recorded import Rank, Step, clock_offset
@@ -38,7 +39,7 @@ COLUMNS: dict[str, str] = {
     "layer": "layer number, -1: none",
     "phase": "forward | backward | optimizer | other",
     "cpu_op": "innermost operator that launched it",
-    "stream": "0 compute, 1 gather, 2 reduce",
+    "stream": "0 compute, 1 gather, 2 reduce; messages: 3 receives and 4 sends activations, 5 and 6 gradients",
     "start_ns": "start",
     "end_ns": "end",
     "launch_ns": "start of the launch call, -1 where launched before the capture",
@@ -59,8 +60,14 @@ COLUMNS: dict[str, str] = {
     "ovr_util": "1 / utilization",
     "ovr_overlap": "contention",
     "ovr_freq": "maximum clock / clock",
-    "seq": "sequence number of a collective, else -1",
+    "seq": "sequence number of a collective or message in its process group, else -1",
+    "group": "name of its process group, else empty",
+    "role": "what the group is for: dp_shard, tp, pp, or world; empty: no collective",
+    "peer": "the other rank of a message, else -1",
+    "instance": "same for all ranks' rows of one collective or message, -1: none",
     "wait_ns": "collectives: from this rank's arrival to the last one's",
+    "stage": "stage of the pipeline, -1: none",
+    "microbatch": "microbatch of the pipeline, -1: none",
 }
 """d_thr_ns * ovr_inst * ovr_util * ovr_overlap * ovr_freq = end_ns - start_ns, for compute kernels."""
 
@@ -96,8 +103,9 @@ def with_waits(tables: Sequence[pd.DataFrame], config: Config) -> pd.DataFrame:
     """All ranks' tables as one; a collective's wait lasts until its last rank has arrived."""
     table = pd.concat(tables, ignore_index=True)
     true_start = table["start_ns"] - table["rank"].map(lambda r: clock_offset(config, r))
-    instances = true_start.groupby(table["seq"])
-    complete = (table["seq"] >= 0) & (instances.transform("size") == len(tables))
+    table["instance"] = table.groupby("key", dropna=True).ngroup()
+    instances = true_start.groupby(table["instance"])
+    complete = (table["instance"] >= 0) & (instances.transform("size") == table["members"])
     table["wait_ns"] = (instances.transform("max") - true_start).where(complete, -1).astype("int64")
     return table[list(COLUMNS)]
 
@@ -106,11 +114,12 @@ def write(directory: Path, config: Config, ranks: Sequence[Rank], parts: Sequenc
     folder = directory / DIRECTORY
     folder.mkdir(exist_ok=True)
     kernels = with_waits([part.kernels for part in parts], config)
-    texts = ("name", "kind", "type", "operation", "phase", "cpu_op")
+    texts = ("name", "kind", "type", "operation", "phase", "cpu_op", "group", "role")
     kernels.astype(dict.fromkeys(texts, "category")).to_parquet(folder / KERNELS, index=False)
     pd.concat([part.dispatches for part in parts], ignore_index=True).to_parquet(folder / DISPATCHES, index=False)
     summary = {
         "simulated": True, "config": asdict(config), "peak_flop_per_s": config.gpu.peak_flop_per_s, "columns": COLUMNS,
+        "planted": faults.planted(config),
         "ranks": [_summary(rank, part) for rank, part in zip(ranks, parts, strict=True)],
     }
     (folder / SUMMARY).write_text(json.dumps(summary, indent=1), encoding="utf-8")
@@ -137,7 +146,7 @@ def _of_step(rank: Rank, step: Step, launched: bool) -> pd.DataFrame:
     table["start_ns"], table["end_ns"] = step.start, step.end
     table["correlation"] += step.correlation
     table["launch_ns"] = step.points[table.pop("begin")] if launched else -1
-    table["seq"] = np.where(table["seq"] >= 0, table["seq"] + step.collective, -1)
+    _communication(table, rank, step)
     first = (
         (len(rank.warm_items) + sum(len(s.program.items) for s in rank.steps if s.number < step.number))
         if launched
@@ -145,6 +154,28 @@ def _of_step(rank: Rank, step: Step, launched: bool) -> pd.DataFrame:
     )
     table["row"] = first + np.arange(n) if launched else np.searchsorted(rank.warm_items, np.arange(n))
     return table
+
+
+def _communication(table: pd.DataFrame, rank: Rank, step: Step) -> None:
+    """seq, group, role, peer; key and members: what names an instance on every rank, and how many ranks have it."""
+    groups = plan.groups(rank.config, rank.rank)
+    rows: list[tuple[int, str, str, int, str | None, int]] = []
+    for c in (item.collective for item in step.program.items):
+        if c is None:
+            rows.append((-1, "", "", -1, None, 0))
+            continue
+        group = groups[c.group]
+        peer, members = -1, len(group.ranks)
+        ends: tuple[object, ...] = (group.name,)
+        if c.flow:
+            peer = plan.neighbour(rank.config, rank.rank, c.to_next)
+            ends = (c.flow, rank.rank, peer) if c.name == "send" else (c.flow, peer, rank.rank)
+            members = 2
+        role = plan.DATA if rank.config.plan.is_default else c.group
+        key = " ".join(map(str, (*ends, step.collective[c.channel] + c.number)))
+        rows.append((step.collective[c.counter] + c.seq, group.name, role, peer, key, members))
+    names = ["seq", "group", "role", "peer", "key", "members"]
+    table[names] = pd.DataFrame(rows, columns=names, index=table.index)
 
 
 def _static(program: Program, config: Config) -> pd.DataFrame:
@@ -166,7 +197,8 @@ def _static(program: Program, config: Config) -> pd.DataFrame:
             "flop_performed": [i.kernel.flop_performed for i in items],
             "bytes": [i.kernel.bytes for i in items],
             "d_thr_ns": [physics.theoretical_ns(i.kernel, config.gpu) for i in items],
-            "seq": [i.collective.number if i.collective else -1 for i in items],
+            "stage": [i.stage for i in items],
+            "microbatch": [i.microbatch for i in items],
         }
     )
 
@@ -181,7 +213,8 @@ def _covered(begin: np.ndarray, end: np.ndarray, t: np.ndarray) -> np.ndarray:
 
 def _gaps(table: pd.DataFrame) -> None:
     """Overlap and launch overhead of the compute kernels, as defined in the documentation of the metrics."""
-    comm = table.loc[table["kind"] == "communication", ["start_ns", "end_ns"]].to_numpy()
+    rows = table.loc[table["kind"] == "communication", ["start_ns", "end_ns"]].to_numpy()
+    comm = np.stack(intervals.union(rows[:, 0], rows[:, 1]), axis=1)
     compute = (table["kind"] == "compute").to_numpy()
     start, end = table["start_ns"].to_numpy(), table["end_ns"].to_numpy()
     overlap = _covered(comm[:, 0], comm[:, 1], end) - _covered(comm[:, 0], comm[:, 1], start)

@@ -8,15 +8,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from tb_chopper.backend.simulate import kernel_names
+from tb_chopper.backend.simulate import kernel_names, plan
 from tb_chopper.backend.simulate.config import Config
 
 BF16, FP32 = 2, 4
 DTYPE = {BF16: "c10::BFloat16", FP32: "float"}
 MIN_BYTES = 1 << 20  # a kernel cannot be shorter than its start and drain: about 2 us
+
+
+SMALL_KERNEL_S = 2e-6
+"""a kernel of a storm of small ones is no shorter than that alone at the maximum clock"""
+_VECTOR_UTILIZATION = 0.70
 
 
 @dataclass(frozen=True)
@@ -45,12 +50,44 @@ Dims = tuple[int, ...] | tuple[tuple[int, ...], ...]
 
 
 class Collective(NamedTuple):
+    """A collective of a process group, or one end of a message between two stages of a pipeline."""
+
     name: str
-    number: int
-    """occurrence in the step, counted from 0"""
     in_nelems: int
     out_nelems: int
     n_bytes: int
+    dtype: str = "BFloat16"
+    group: str = plan.WORLD
+    """kind of its process group"""
+    flow: str = ""
+    """of a message: F, activations to the next stage, or B, gradients to the one before"""
+    number: int = 0
+    """occurrence on its channel in the step, counted from 0"""
+    seq: int = 0
+    """number by its counter in the step"""
+    place: int = 0
+    """occurrence in the step over all channels"""
+
+    @property
+    def channel(self) -> str:
+        """What both ends count alike: group, or direction of a message."""
+        return f"{self.name}_{self.flow}" if self.flow else self.group
+
+    @property
+    def counter(self) -> str:
+        """What the process group numbers it by: it counts all of a rank's messages together."""
+        return "messages" if self.flow else self.group
+
+    @property
+    def to_next(self) -> bool:
+        """The other end of a message is the rank of the next stage."""
+        return (self.name == "send") == (self.flow == "F")
+
+
+class Reduction(NamedTuple):
+    """An all-reduce over the tensor-parallel ranks."""
+
+    elements: int
     dtype: str = "BFloat16"
 
 
@@ -79,6 +116,9 @@ class Op:
     """composite operators around the call"""
     parameter: bool = False
     """the backward also accumulates the gradient of a parameter"""
+    reduce_forward: Reduction | None = None
+    """what its forward, or its backward, sums over the tensor-parallel ranks"""
+    reduce_backward: Reduction | None = None
 
 
 @dataclass(frozen=True)
@@ -87,19 +127,21 @@ class Workload:
     """embedding"""
     layer: tuple[Op, ...]
     after: tuple[Op, ...]
-    """final norm, output projection, loss"""
+    """final norm and output projection"""
+    loss: tuple[Op, ...]
     optimizer: tuple[Call, ...]
     clip: tuple[Call, ...]
     clip_scale: tuple[Call, ...]
 
 
-def build(config: Config) -> Workload:
-    """The operations of one training step of one rank."""
-    make = _Maker(config)
+def build(config: Config, pipeline: int = 0) -> Workload:
+    """The operations of one training step of one rank; `pipeline`: its place in the pipeline."""
+    make = _Maker(config, pipeline)
     return Workload(
         before=tuple(make.embedding()),
         layer=tuple(make.layer()),
-        after=(*make.norm("ln"), make.linear("lp", config.model.dim, config.model.vocab), *make.loss()),
+        after=(*make.norm("ln"), *make.copied("lp"), make.linear("lp", config.model.dim, make.model.vocab)),
+        loss=tuple(make.loss()),
         optimizer=tuple(make.adamw()),
         clip=tuple(make.clip_norms()),
         clip_scale=(make.foreach("aten::_foreach_mul_", _SCALE_ALL, make.shard * BF16 * 2),),
@@ -114,6 +156,9 @@ _MORE: dict[str, tuple[tuple[str, str], ...]] = {
     "aten::sum": (("ScalarList", "[0]"), ("Scalar", "False"), ("", "")),
     "aten::linalg_vector_norm": (("Scalar", "2."), ("", ""), ("Scalar", "False"), ("", "")),
     "aten::cat": (("Scalar", "0"),),
+    "aten::lerp_": (("Scalar", "0.1"),),
+    "aten::addcmul_": (("Scalar", "0.05"),),
+    "aten::addcdiv_": (("Scalar", "-0.0003"),),
     "aten::_foreach_add_": (("Scalar", "1."),),
     "aten::_foreach_mul_": (("float", ""),),
     "aten::_foreach_norm": (("Scalar", "2"), ("", "")),
@@ -122,7 +167,18 @@ _MORE: dict[str, tuple[tuple[str, str], ...]] = {
         ("Scalar", "1e-08"), ("Scalar", "False"), ("Scalar", "False"), ("", ""), ("", "")),
 }
 """Type and value of the arguments behind the tensors, as record_shapes writes them; null has no type."""
-_BINARY = ("aten::mul", "aten::div", "aten::add")
+_PLAIN_ADAMW = (
+    ("aten::mul_", "AUnaryFunctor<c10::BFloat16, c10::BFloat16, c10::BFloat16, MulFunctor<float> >", 1),
+    ("aten::lerp_", "lerp_scalar_kernel<c10::BFloat16>", 2),
+    ("aten::mul_", "AUnaryFunctor<c10::BFloat16, c10::BFloat16, c10::BFloat16, MulFunctor<float> >", 1),
+    ("aten::addcmul_", "addcmul_cuda_kernel<c10::BFloat16>", 3),
+    ("aten::sqrt", "sqrt_kernel_cuda<c10::BFloat16>", 1),
+    ("aten::div", "BUnaryFunctor<c10::BFloat16, c10::BFloat16, c10::BFloat16, MulFunctor<float> >", 1),
+    ("aten::add_", "CUDAFunctorOnSelf_add<c10::BFloat16>", 1),
+    ("aten::addcdiv_", "addcdiv_cuda_kernel<c10::BFloat16>", 3),
+)
+"""AdamW with foreach=False and fused=False, for one tensor: operator, functor, tensors read"""
+_BINARY = ("aten::mul", "aten::div", "aten::add", "aten::mul_", "aten::add_")
 _SCALE_ALL = "BinaryOpScalarTensorFunctor<c10::BFloat16, 1, 1, 0>"
 _ADD = "CUDAFunctor_add<c10::BFloat16>"
 _MUL = "BinaryFunctor<c10::BFloat16, c10::BFloat16, c10::BFloat16, MulFunctor<float> >"
@@ -131,21 +187,24 @@ _MUL_COMPLEX = "BinaryFunctor<c10::complex<float>, c10::complex<float>, c10::com
 
 
 class _Maker:
-    """Builds the operations of one configuration, with the names of its GPU's libraries."""
+    """Builds the operations of one configuration, with the names of its GPU's libraries. Under tensor parallelism as
+    Megatron's: QKV, gate, up and output projections are divided by columns, the ones behind them and the embedding by
+    rows, whose results are summed over the ranks; gradients of what the former read are summed in backward."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, pipeline: int) -> None:
         self.config = config
-        self.model = config.model
+        self.model = plan.part(config)
         self.dialect = config.gpu.dialect
         self.t = config.tokens
         self.bs = (config.batch, config.sequence)
-        self.shard = -(-self.model.params // config.ranks)
+        self.layers = sum(len(plan.layers(config, s)) for s in plan.stages(config, pipeline))
+        self.shard = -(-plan.params(config, pipeline) // config.data)
 
     # kernels
 
     def vector(self, name: str, n_bytes: float, elements: float, per_block: int = 1024) -> Kernel:
-        return Kernel(name, "vector", bytes=max(n_bytes, MIN_BYTES), utilization=0.70, contention=0.32, activity=0.45,
-                      blocks=max(1, math.ceil(elements / per_block)))
+        return Kernel(name, "vector", bytes=max(n_bytes, MIN_BYTES), utilization=_VECTOR_UTILIZATION, contention=0.32,
+                      activity=0.45, blocks=max(1, math.ceil(elements / per_block)))
 
     def gemm(self, m: int, n: int, k: int, layout: str, operation: str = "") -> Kernel:
         """C[m, n] = A[m, k] B[k, n] in row-major terms; the library sees it transposed, so n runs along the first
@@ -239,6 +298,20 @@ class _Maker:
         yield Op(operation, half, "MulBackward0",
                  (half, half, self.total("aten::sum", "func_wrapper_t<c10::BFloat16, sum_functor>", n)), parameter=True)
 
+    def copied(self, operation: str) -> Iterator[Op]:
+        """Before a projection divided by columns: all ranks read the same, so the gradient is a sum over them."""
+        if self.config.plan.tensor > 1:
+            shape = ((*self.bs, self.model.dim),)
+            yield Op(operation, Call("_CopyToModelParallelRegion", shape, (DTYPE[BF16],), ("",)),
+                     "_CopyToModelParallelRegionBackward", reduce_backward=Reduction(self.t * self.model.dim))
+
+    def reduced(self, operation: str) -> Iterator[Op]:
+        """Behind a projection divided by rows: every rank has a summand."""
+        if self.config.plan.tensor > 1:
+            shape = ((*self.bs, self.model.dim),)
+            yield Op(operation, Call("_ReduceFromModelParallelRegion", shape, (DTYPE[BF16],), ("",)),
+                     "_ReduceFromModelParallelRegionBackward", reduce_forward=Reduction(self.t * self.model.dim))
+
     def residual(self, operation: str) -> Op:
         n = float(self.t * self.model.dim)
         return Op(operation, self.point("aten::add", _ADD, n, reads=2), "AddBackward0",
@@ -306,6 +379,7 @@ class _Maker:
                             self.vector(kernel_names.SORT[self.dialect], self.t * 32.0, self.t),
                             self.vector(kernel_names.EMBEDDING_BACKWARD, (n + m.vocab * m.dim) * BF16, n)))
         yield Op("ie", forward, "EmbeddingBackward0", (backward,), ("aten::embedding",), parameter=True)
+        yield from self.reduced("ie")
 
     def layer(self) -> Iterator[Op]:
         m = self.model
@@ -313,6 +387,7 @@ class _Maker:
         wide = float(self.t * m.hidden)
         fused = (m.heads + 2 * m.kv_heads) * m.head_dim
         yield from self.norm("attn_n")
+        yield from self.copied("qkv_ip")
         yield self.linear("qkv_ip", m.dim, fused)
         split = Call("aten::split_with_sizes", ((*self.bs, fused),), (DTYPE[BF16], "ScalarList", "Scalar"),
                      ("", f"[{int(q) // self.t}, {int(kv) // self.t}, {int(kv) // self.t}]", "-1"))
@@ -324,8 +399,10 @@ class _Maker:
         yield self.attention()
         yield self.contiguous("attn_or", q)
         yield self.linear("attn_op", m.heads * m.head_dim, m.dim)
+        yield from self.reduced("attn_op")
         yield self.residual("attn_ra")
         yield from self.norm("mlp_n")
+        yield from self.copied("mlp_gp")
         yield self.linear("mlp_gp", m.dim, m.hidden)
         yield Op("mlp_gs", self.point("aten::silu", "silu_functor<c10::BFloat16>", wide), "SiluBackward0",
                  (self.point("aten::silu_backward", "silu_backward_functor<c10::BFloat16>", wide, reads=2),))
@@ -333,6 +410,7 @@ class _Maker:
         product = self.point("aten::mul", _MUL, wide, reads=2)
         yield Op("mlp_gu", product, "MulBackward0", (product, product))
         yield self.linear("mlp_dp", m.hidden, m.dim)
+        yield from self.reduced("mlp_dp")
         yield self.residual("mlp_ra")
         # a look at the activations: no autograd node, but it carries the sequence number of the next operator's
         yield Op("mlp_ra", Call("aten::detach", ((*self.bs, m.dim),), (DTYPE[BF16],), ("",)))
@@ -345,6 +423,9 @@ class _Maker:
         backward = Call("aten::_log_softmax_backward_data", (rows, rows), (fp32, fp32, "Scalar", "Scalar"),
                         ("", "", "1", "6"), kernels=(self.vector(kernel_names.LOG_SOFTMAX_BACKWARD, 3 * n * FP32, n),))
         yield Op("cel", forward, "LogSoftmaxBackward0", (backward,), ("aten::cross_entropy_loss", "aten::log_softmax"))
+        if self.config.plan.tensor > 1:  # the largest logit, the target's and the sum of exponentials of each token
+            for _ in range(3):
+                yield Op("cel", Call("_VocabParallelCrossEntropy"), reduce_forward=Reduction(self.t, "Float"))
         forward = Call("aten::nll_loss_forward", (rows, (self.t,)), (fp32, "long int", "", "Scalar", "Scalar"),
                        ("", "", "", "1", "-100"), kernels=(self.vector(kernel_names.NLL, self.t * 8.0, self.t),))
         backward = Call("aten::nll_loss_backward", ((), rows, (self.t,)),
@@ -362,14 +443,24 @@ class _Maker:
                     kernels=(kernel,))
 
     def clip_norms(self) -> Iterator[Call]:
-        norms = float(self.model.layers)
+        norms = float(max(1, self.layers))
         yield self.foreach("aten::_foreach_norm", "LpNormFunctor<c10::BFloat16, 2, float, 1, 1, 0>", self.shard * BF16)
         yield self.call("aten::cat", kernel_names.CAT, norms, size=FP32)
         yield self.total("aten::linalg_vector_norm", "NormTwoOps<float, float>", norms, size=FP32)
 
     def adamw(self) -> Iterator[Call]:
-        """Fused AdamW: parameter, gradient and two moments in bf16, 7 accesses an element, in several launches."""
-        launches = self.model.layers // 4 + 2
+        """Fused AdamW: parameter, gradient and two moments in bf16, 7 accesses an element, in several launches; with
+        a storm neither fused nor foreach: eight small kernels for every tensor, 20 accesses."""
+        if storm := self.config.faults.storm:
+            elements = self.shard * len(_PLAIN_ADAMW) / storm
+            least = SMALL_KERNEL_S * self.config.gpu.memory_bytes_per_s * _VECTOR_UTILIZATION
+            for k in range(storm):
+                name, functor, reads = _PLAIN_ADAMW[k % len(_PLAIN_ADAMW)]
+                n = max(elements, least / (BF16 * (reads + 1)))
+                call = self.point(name, functor, n, reads=reads)
+                yield replace(call, dims=tuple((int(n),) if d else () for d in call.dims))
+            return
+        launches = self.layers // 4 + 2
         yield self.foreach("aten::_foreach_add_", "BinaryOpScalarFunctor<float, 1, 1, 0>", 4096.0)
         for _ in range(launches):
             yield self.foreach("aten::_fused_adamw_", "FusedAdamMathFunctor<c10::BFloat16, 4, (ADAM_MODE)1, false>",

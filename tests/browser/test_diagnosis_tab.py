@@ -38,7 +38,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TensorBoard]:
 
 def test_a_card_has_the_numbers_of_its_rule(tab: Tab) -> None:
     frame = tab.open(run="idle", view="diagnosis")
-    assert frame.inner_text(".headline") == (
+    assert frame.inner_text(".headline").replace("\xa0", " ") == (
         "The GPUs are idle for much of the step: about 694 µs of a step of 1.00 ms.")
     [card] = frame.query_selector_all(".diagnosis")
     assert float(card.query_selector(".gain").get_attribute("data-gain-ms")) == pytest.approx(IDLE_US / 1000)

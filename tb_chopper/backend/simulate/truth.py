@@ -2,6 +2,7 @@
 
 `truth/kernels.parquet` has one row per device activity in the capture windows (`COLUMNS`), joined to a trace by
 (rank, correlation); `truth/dispatches.parquet` tells which kernel each row of the counter files is;
+`truth/pipeline.parquet` when each GPU worked on which microbatch (`pipeline_truth`);
 `truth/truth.json` tells the configuration, the ranks and their files. Times are ns on the clock of the rank's host.
 """
 
@@ -17,7 +18,7 @@ import numpy as np
 import pandas as pd
 
 from tb_chopper.backend import intervals
-from tb_chopper.backend.simulate import faults, physics, plan
+from tb_chopper.backend.simulate import faults, physics, pipeline_truth, plan
 from tb_chopper.backend.simulate.config import Config
 from tb_chopper.backend.simulate.program import Item, Program
 from tb_chopper.backend.simulate.recorded import Rank, Step, clock_offset
@@ -26,6 +27,7 @@ from tb_chopper.backend.simulate.schedule import RankTimes
 DIRECTORY = "truth"
 """Inside the run, out of the way of tools that take every JSON file of a directory for a trace."""
 SUMMARY, KERNELS, DISPATCHES = "truth.json", "kernels.parquet", "dispatches.parquet"
+PIPELINE = "pipeline.parquet"
 
 COLUMNS: dict[str, str] = {
     "rank": "rank",
@@ -117,9 +119,15 @@ def write(directory: Path, config: Config, ranks: Sequence[Rank], parts: Sequenc
     texts = ("name", "kind", "type", "operation", "phase", "cpu_op", "group", "role")
     kernels.astype(dict.fromkeys(texts, "category")).to_parquet(folder / KERNELS, index=False)
     pd.concat([part.dispatches for part in parts], ignore_index=True).to_parquet(folder / DISPATCHES, index=False)
+    pipeline = {}
+    if config.plan.pipeline > 1:
+        actions = pipeline_truth.actions(kernels, config)
+        actions.to_parquet(folder / PIPELINE, index=False)
+        pipeline = {"pipeline": pipeline_truth.summary(actions, config)}
     summary = {
         "simulated": True, "config": asdict(config), "peak_flop_per_s": config.gpu.peak_flop_per_s, "columns": COLUMNS,
         "planted": faults.planted(config),
+        **pipeline,
         "ranks": [_summary(rank, part) for rank, part in zip(ranks, parts, strict=True)],
     }
     (folder / SUMMARY).write_text(json.dumps(summary, indent=1), encoding="utf-8")

@@ -409,7 +409,8 @@ class Run:
         plans = self._told_to_handler("parallel")
         inferred = model_state.plan_of_groups(self.process_groups()) if modules and not plans else {}
         return model_state.model_state(modules, plans or dict.fromkeys(modules, inferred), self.kernels, self.memory(),
-                                       memory.activations(self.memory_events, self.kernels), not plans)
+                                       memory.activations(self.memory_events, self.kernels),
+                                       self._memory_of_devices(), not plans)
 
     def used_memory(self) -> pd.DataFrame:
         """Used memory of the GPUs as the driver counts, sample by sample; see metrics.memory.used_samples."""

@@ -123,7 +123,7 @@ def test_kernels_without_metadata_count_too():
     rows += [{**r, **bare, "name": "cross_device_reduce_2stage", "start": r["start"] + 1000, "end": r["end"] + 1000}
              for r in TWO]
     each = collectives.instances(arrived(rows))
-    assert each["name"].tolist() == ["all_gather", "reduce"]
+    assert each["name"].tolist() == ["all_gather", "all_reduce"]  # vLLM's custom all-reduce
     assert each["group"].unique().tolist() == [collectives.UNNAMED]
     assert each["wait_us"].tolist() == [300, 300]
     assert each["bytes"].isna().all()

@@ -158,6 +158,7 @@ _ANNOTATIONS: list[tuple[re.Pattern[str], Callable[[re.Match[str]], Meaning]]] =
 ]
 
 _COLLECTIVES = {
+    "crossdevicereduce": "all_reduce", "notify": "notify", "dispatchlayout": "layout",
     "reducescatter": "reduce_scatter", "allgather": "all_gather", "alltoall": "all_to_all", "allreduce": "all_reduce",
     "broadcast": "broadcast", "sendrecv": "send_recv", "barrier": "barrier", "reduce": "reduce", "gather": "gather",
     "scatter": "scatter", "send": "send", "recv": "recv", "wait": "wait", "dispatch": "dispatch", "combine": "combine",

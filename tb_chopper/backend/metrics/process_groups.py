@@ -7,6 +7,8 @@ from collections.abc import Mapping
 
 import pandas as pd
 
+from tb_chopper.backend.metrics.collectives import DEEP_EP
+
 UNKNOWN = "unknown"
 ROLES = ("shard", "data", "tensor", "pipeline", "expert", "context", UNKNOWN)
 WORDS: dict[str, set[str]] = {
@@ -36,8 +38,8 @@ COLUMNS = ("group", "description", "role", "role_source", "size", "gpus", "n_col
 
 def process_groups(arrivals: pd.DataFrame, roles: Mapping[str, str] | None = None) -> pd.DataFrame:
     """One row per process group of `collectives.arrivals`: group, description, role (one of ROLES), role_source
-    (given | description | callers | pattern | unknown), size (ranks, by the trace, else those seen together), gpus
-    (list), n_collectives, names (list of its collectives).
+    (given | description | kernels | callers | pattern | unknown), size (ranks, by the trace, else those seen together),
+    gpus (list), n_collectives, names (list of its collectives).
 
     `roles` overrides: by group or description.
     """
@@ -59,6 +61,8 @@ def _role(rows: pd.DataFrame, group: object, description: str | None, given: Map
             return given[name], "given"
     if description and (role := of_description(description)):
         return role, "description"
+    if group == DEEP_EP:
+        return "expert", "kernels"
     if role := _of_callers(rows):
         return role, "callers"
     if role := _of_pattern(rows):

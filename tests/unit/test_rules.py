@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from tb_chopper.backend.findings import Finding
 from tb_chopper.backend.rules import thresholds
 from tb_chopper.backend.rules.diagnosis import Diagnosis
 from tb_chopper.backend.run import Run
+from tb_chopper.backend.views import trace_link
 from tests.builders import TraceBuilder
 from tests.unit import sampled_runs
 
@@ -51,8 +53,12 @@ def reduce(trace: TraceBuilder, number: int, start: float, dur: float, nelems: i
 
 def found(run: Run, name: str) -> list[Diagnosis]:
     """What one rule says by itself."""
-    module = __import__(f"tb_chopper.backend.rules.{name}", fromlist=["rule"])
-    return [d for d in module.rule(run) if isinstance(d, Diagnosis)]
+    module = importlib.import_module(f"tb_chopper.backend.rules.{name}")
+    said = [d for d in module.rule(run) if isinstance(d, Diagnosis)]
+    for d in said:  # every one leads to a kernel of the run and to a tab
+        assert trace_link.find(run.kernels, d.kernel)["gpu"] in (d.gpus or run.kernels["gpu"].unique())
+        run.view(d.view, **d.selection)
+    return said
 
 
 def evidence(diagnosis: Diagnosis) -> dict[str, float | str]:

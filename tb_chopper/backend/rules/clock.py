@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pandas as pd
 
 from tb_chopper.backend.rules import thresholds
-from tb_chopper.backend.rules.diagnosis import Diagnosis, Evidence, severity, step_ms
+from tb_chopper.backend.rules.diagnosis import Diagnosis, Evidence, largest, severity, step_ms
 
 if TYPE_CHECKING:
     from tb_chopper.backend.findings import Finding
@@ -47,7 +47,8 @@ def rule(run: Run) -> list[Finding]:
         title="The clock stays below its peak",
         evidence=(Evidence("mean clock", clock, "mhz"), Evidence("peak clock", peak, "mhz"),
                   Evidence("lost to the clock", lost * 1000, "us"), *power),
-        cause=cause, remedy=remedy, gain_ms=lost, gain_how=HOW, view="dvfs")]
+        cause=cause, remedy=remedy, gain_ms=lost, gain_how=HOW, view="dvfs", kernel=largest(
+            run.kernels[run.kernels["kind"] == "compute"]))]
 
 
 def _why(samples: pd.DataFrame) -> tuple[str, tuple[Evidence, ...]]:

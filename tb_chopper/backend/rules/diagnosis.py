@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
+import pandas as pd
+
 from tb_chopper.backend.findings import Finding, Severity
 from tb_chopper.backend.rules import thresholds
 
@@ -50,6 +52,27 @@ def step_ms(run: Run) -> float | None:
     """Median time of a step on its slowest GPU, in ms; None without complete steps."""
     times = run.own_times
     return float(times.groupby("step")["time_us"].max().median()) / 1000 if len(times) else None
+
+
+def largest(kernels: pd.DataFrame, size: pd.Series | None = None) -> str:
+    """The kernel of the largest `size` (default: the longest) as the Trace tab takes it; "" of none."""
+    if not len(kernels):
+        return ""
+    size = kernels["end_ns"] - kernels["start_ns"] if size is None else size
+    row = kernels.loc[size.astype("float64").idxmax()]
+    return f"{row['gpu']}@{row['start_ns']}"
+
+
+def longest_collective(run: Run, instances: pd.DataFrame) -> str:
+    """The kernel of the collective (of run.collectives) that took longest, on one of its GPUs, for the Trace tab."""
+    rows = run.arrivals(where={"instance": instances["instance"].tolist()})
+    if not len(rows):
+        return ""
+    row = rows.loc[(rows["end_ns"] - rows["start_ns"]).idxmax()]
+    # Its time is on the first host's clock; the kernel's own is asked for.
+    kernels = run.kernels
+    own = (kernels["gpu"] == row["gpu"]) & (kernels["name"] == row["kernel"]) & (kernels["step"] == row["step"])
+    return largest(kernels[own.fillna(False)])
 
 
 def severity(gain_ms: float | None, of_ms: float | None) -> Severity:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tb_chopper.backend.rules import thresholds
-from tb_chopper.backend.rules.diagnosis import Diagnosis, Evidence, severity, step_ms
+from tb_chopper.backend.rules.diagnosis import Diagnosis, Evidence, largest, severity, step_ms
 
 if TYPE_CHECKING:
     from tb_chopper.backend.findings import Finding
@@ -42,4 +42,5 @@ def rule(run: Run) -> list[Finding]:
         cause="collectives start too late, or carry more than the computation beside them can hide",
         remedy="prefetch the next layer's parameters (FSDP2: set_modules_to_forward_prefetch), use larger local "
                "batches or gradient accumulation, or shard over fewer GPUs",
-        gain_ms=gain, gain_how=HOW, view="overlap", explained_by=CAUSES)]
+        gain_ms=gain, gain_how=HOW, view="overlap", explained_by=CAUSES,
+        kernel=largest(run.kernels[(run.kernels["kind"] == "communication") & run.kernels["step"].notna()]))]

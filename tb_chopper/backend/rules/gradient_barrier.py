@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import pandas as pd
+
 from tb_chopper.backend.rules import thresholds
-from tb_chopper.backend.rules.diagnosis import Diagnosis, Evidence, severity, step_ms
+from tb_chopper.backend.rules.diagnosis import Diagnosis, Evidence, largest, severity, step_ms
 
 if TYPE_CHECKING:
     from tb_chopper.backend.findings import Finding
@@ -39,4 +41,12 @@ def rule(run: Run) -> list[Finding]:
         remedy="smaller buckets for the first layers (DDP: bucket_cap_mb; FSDP: wrap smaller units), reduce in bf16, "
                "accumulate gradients over several steps",
         gain_ms=gain, gain_how=HOW, view="collectives", selection={"by": "phase"},
+        kernel=_last_of(run.kernels, int(last["step"])),
         explained_by=("slow_link", "islands"))]
+
+
+def _last_of(kernels: pd.DataFrame, step: int) -> str:
+    """The communication kernel of the step's backward that ends last."""
+    rows = kernels[(kernels["step"] == step).fillna(False) & (kernels["kind"] == "communication")
+                   & (kernels["phase"] == "backward")]
+    return largest(rows, rows["end_ns"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tb_chopper.backend.rules import thresholds
-from tb_chopper.backend.rules.diagnosis import Diagnosis, Evidence, severity, step_ms
+from tb_chopper.backend.rules.diagnosis import Diagnosis, Evidence, largest, severity, step_ms
 
 if TYPE_CHECKING:
     from tb_chopper.backend.findings import Finding
@@ -33,6 +33,7 @@ def rule(run: Run) -> list[Finding]:
             cause="its process launches late: other work on its cores, its data, or its Python code",
             remedy="compare the processes in the Host tab; pin each to its own cores beside its GPU (numactl)",
             gain_ms=gain_us / 1000, gain_how=HOW, gpus=(int(gpu),), view="host", selection={"gpu": int(gpu)},
+            kernel=largest(own := run.kernels[run.kernels["gpu"] == gpu], own["prep_ns"]),
             explained_by=("data_stall", "synchronizing_calls", "allocator_calls", "garbage_collection", "outlier_step",
                           "pipeline_bubble")))
     return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tb_chopper.backend.rules import thresholds
-from tb_chopper.backend.rules.diagnosis import Diagnosis, Evidence, severity, step_ms
+from tb_chopper.backend.rules.diagnosis import Diagnosis, Evidence, largest, severity, step_ms
 
 if TYPE_CHECKING:
     from tb_chopper.backend.findings import Finding
@@ -48,4 +48,5 @@ def rule(run: Run) -> list[Finding]:
         title="The GPUs are idle for much of the step",
         evidence=(Evidence("busy", busy, "share"), Evidence("idle", gain * 1000, "us"),
                   *(Evidence(f"idle: {c}", float(s), "share") for c, s in shares.head(3).items())),
-        cause=cause, remedy=remedy, gain_ms=gain, gain_how=HOW, view="host", explained_by=CAUSES)]
+        cause=cause, remedy=remedy, gain_ms=gain, gain_how=HOW, view="host", explained_by=CAUSES,
+        kernel=largest(kernels, kernels["prep_ns"] + kernels["call_ns"]))]

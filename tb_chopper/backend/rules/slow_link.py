@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pandas as pd
 
 from tb_chopper.backend.rules import thresholds
-from tb_chopper.backend.rules.diagnosis import Diagnosis, Evidence, severity, step_ms
+from tb_chopper.backend.rules.diagnosis import Diagnosis, Evidence, longest_collective, severity, step_ms
 
 if TYPE_CHECKING:
     from tb_chopper.backend.findings import Finding
@@ -27,10 +27,10 @@ def rule(run: Run) -> list[Finding]:
     each = each[(each["source"] == "measured") & each["link_share"].notna()
                 & (each["latency_bound"] == False)]  # noqa: E712  (three-valued)
     return [found for group, rows in each.groupby("group")
-            if (found := _of_group(str(group), rows, step, len(windows)))]
+            if (found := _of_group(run, str(group), rows, step, len(windows)))]
 
 
-def _of_group(group: str, rows: pd.DataFrame, step: float, n: int) -> Diagnosis | None:
+def _of_group(run: Run, group: str, rows: pd.DataFrame, step: float, n: int) -> Diagnosis | None:
     # Weighted by time: a few slow ones among many must not be hidden by the median.
     weight = rows["transfer_us"] * rows["n_ranks"]
     reached = float((rows["link_share"] * weight).sum() / weight.sum())
@@ -48,4 +48,5 @@ def _of_group(group: str, rows: pd.DataFrame, step: float, n: int) -> Diagnosis 
         cause="the ring runs over a slower path than the links between the GPUs, or too few channels move the data",
         remedy="NCCL_DEBUG=INFO (RCCL: same) tells the path and the channels; check nvidia-smi topo -m or amd-smi "
                "topology, peer-to-peer access (NCCL_P2P_LEVEL), and NCCL_MIN_NCHANNELS",
-        gain_ms=gain, gain_how=HOW, view="collectives", selection={"by": "group"}, explained_by=("islands",))
+        gain_ms=gain, gain_how=HOW, view="collectives", selection={"by": "group"},
+        kernel=longest_collective(run, rows), explained_by=("islands",))

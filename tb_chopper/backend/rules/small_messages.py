@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tb_chopper.backend.rules import thresholds
-from tb_chopper.backend.rules.diagnosis import Diagnosis, Evidence, severity, step_ms
+from tb_chopper.backend.rules.diagnosis import Diagnosis, Evidence, longest_collective, severity, step_ms
 
 if TYPE_CHECKING:
     from tb_chopper.backend.findings import Finding
@@ -38,4 +38,5 @@ def rule(run: Run) -> list[Finding]:
                   Evidence("exposed", gain * 1000, "us")),
         cause="every parameter, loss or counter is communicated on its own",
         remedy="communicate in buckets (DDP: bucket_cap_mb; one flat tensor for metrics), or less often",
-        gain_ms=gain, gain_how=HOW, view="collectives", selection={"by": "name"})]
+        gain_ms=gain, gain_how=HOW, view="collectives", selection={"by": "name"},
+        kernel=longest_collective(run, small[small["group"] == worst]))]

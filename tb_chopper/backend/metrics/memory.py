@@ -2,12 +2,14 @@
 
     fragmentation = 1 − allocated / reserved at the peak of allocated
     headroom      = memory of the device − largest reserved
+    outside       = used as the driver counts − reserved: contexts, libraries, buffers of NCCL, other processes
+    growth        = median over all pairs of steps of (difference of their floors / difference of their numbers)
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -15,11 +17,13 @@ import pandas as pd
 from tb_chopper.backend import schema
 
 CPU_TYPE = 0
-PROFILER, SNAPSHOT = "profiler", "snapshot"
+PROFILER, SNAPSHOT, TELEMETRY = "profiler", "snapshot", "telemetry"
 ALLOCATIONS = ("gpu", "t_ns", "bytes", "allocated_bytes", "reserved_bytes", "step", "source", "total_known")
-FULL, ABOVE_PEERS = 0.9, 1.1
-"""a GPU whose reserved memory reaches this share of its own is close to its limit; one whose peak is this factor on the
-median of the others stands out"""
+STEADY, STEADY_STEPS, STEADY_BYTES = 0.5, 4, 2**20
+"""a floor grows steadily where each of at least so many steps lies at least this share of the growth, and the growth at
+least so many bytes, above the one before"""
+MAX_STEPS = 1000
+"""beyond these every k-th step tells the growth: all pairs are compared"""
 
 
 class Source(NamedTuple):
@@ -84,51 +88,141 @@ def _steps(events: pd.DataFrame, steps: pd.DataFrame) -> pd.Series:
 
 
 MEMORY_COLUMNS = ("gpu", "peak_bytes", "peak_ns", "step", "phase", "layer", "operation", "floor_bytes", "growth_bytes",
-                  "reserved_bytes", "fragmentation", "total_bytes", "headroom_bytes", "used_share", "of_peers",
-                  "source", "total_known")
+                  "growth_per_step_bytes", "steady", "n_steps", "steps_left", "reserved_bytes", "fragmentation",
+                  "used_bytes", "outside_bytes", "total_bytes", "headroom_bytes", "used_share", "of_peers", "source",
+                  "total_known")
 
 
-def memory(events: pd.DataFrame, kernels: pd.DataFrame, total_bytes: Mapping[int, int] | None = None) -> pd.DataFrame:
-    """One row per gpu with memory events; MEMORY_COLUMNS.
+def memory(events: pd.DataFrame, kernels: pd.DataFrame, total_bytes: Mapping[int, int] | None = None,
+           samples: pd.DataFrame | None = None, steps: pd.DataFrame | None = None) -> pd.DataFrame:
+    """One row per gpu with memory events, or samples of its used memory; MEMORY_COLUMNS.
 
     peak_bytes: largest allocated, at peak_ns; step, phase, layer, operation: of the next kernel that was launched then,
     for which the block was probably allocated. floor_bytes: lowest in any step, else of all; growth_bytes: floor of the
-    last step − that of the first. reserved_bytes: largest; fragmentation: at the peak. total_bytes (by gpu, missing
-    where unknown); headroom_bytes = total − reserved; used_share = reserved / total. of_peers: peak / median of peaks.
+    last step − that of the first; growth_per_step_bytes, steady and n_steps: see `growth`; steps_left: until the
+    headroom is used up, where it grows steadily. reserved_bytes: largest; fragmentation: at the peak. used_bytes:
+    largest that the driver counted; outside_bytes: of it, what the allocator did not hold (median over samples).
+    total_bytes (by gpu, missing where unknown); headroom_bytes = total − reserved; used_share = reserved / total.
+    of_peers: peak / median of peaks. source: profiler, snapshot, or telemetry: then floor, growth, headroom and shares
+    are those of used memory, and nothing is known of peak and reserved.
+
+    samples: TELEMETRY on the clock of the trace; steps: STEPS, for them.
     """
-    rows = [_of_gpu(int(gpu), own, kernels, (total_bytes or {}).get(int(gpu)))
-            for gpu, own in events.groupby("gpu", sort=True)]
+    of_driver = used_memory(samples, steps, events)
+    by_driver = dict(zip(of_driver["gpu"], of_driver.to_dict("records"), strict=True))
+    of_events = {int(gpu): own for gpu, own in events.groupby("gpu", sort=True)}
+    rows = []
+    for gpu in sorted({*of_events, *by_driver}):
+        total, driver = (total_bytes or {}).get(gpu), by_driver.get(gpu)
+        rows.append(_of_gpu(gpu, of_events[gpu], kernels, total, driver) if gpu in of_events
+                    else _of_samples(gpu, driver or {}, total))
     out = pd.DataFrame(rows, columns=[c for c in MEMORY_COLUMNS if c != "of_peers"])
-    out["of_peers"] = out["peak_bytes"] / out["peak_bytes"].median() if len(out) > 1 else np.nan
+    level = out["peak_bytes"] if out["peak_bytes"].notna().all() else out["used_bytes"]
+    out["of_peers"] = level / level.median() if len(out) > 1 else np.nan
     return out[list(MEMORY_COLUMNS)].astype({"step": "Int64"})
 
 
-def _of_gpu(gpu: int, events: pd.DataFrame, kernels: pd.DataFrame, total: int | None) -> dict[str, object]:
+def _of_gpu(gpu: int, events: pd.DataFrame, kernels: pd.DataFrame, total: int | None,
+            driver: Mapping[str, Any] | None) -> dict[str, object]:
     at = events.loc[events["allocated_bytes"].idxmax()]
     known = bool(events["total_known"].iloc[0])
-    floors = step_memory(events)["floor_bytes"]
+    levels = step_memory(events)
+    floors = levels["floor_bytes"]
     reserved = int(events["reserved_bytes"].max()) if known else None
     then = int(at["reserved_bytes"])
+    headroom = np.nan if total is None or reserved is None else total - reserved
     place = _next_launch(kernels[kernels["gpu"] == gpu], int(at["t_ns"]))
     return {
         "gpu": gpu, "peak_bytes": int(at["allocated_bytes"]), "peak_ns": int(at["t_ns"]), "step": at["step"], **place,
         "floor_bytes": int(floors.min() if len(floors) else events["allocated_bytes"].min()),
         "growth_bytes": int(floors.iloc[-1] - floors.iloc[0]) if len(floors) > 1 else np.nan,
+        **_growth(levels, headroom),
         "reserved_bytes": np.nan if reserved is None else reserved,
         "fragmentation": 1 - int(at["allocated_bytes"]) / then if known and then > 0 else np.nan,
-        "total_bytes": np.nan if total is None else total,
-        "headroom_bytes": np.nan if None in (total, reserved) else total - reserved,  # type: ignore[operator]
-        "used_share": np.nan if None in (total, reserved) else reserved / total,  # type: ignore[operator]
+        "used_bytes": driver["used_bytes"] if driver else np.nan,
+        "outside_bytes": driver["outside_bytes"] if driver else np.nan,
+        "total_bytes": np.nan if total is None else total, "headroom_bytes": headroom,
+        "used_share": np.nan if total is None or reserved is None else reserved / total,
         "source": at["source"], "total_known": known}
 
 
+def _of_samples(gpu: int, driver: Mapping[str, Any], total: int | None) -> dict[str, object]:
+    """A GPU of which only the driver's count is known."""
+    used, levels = driver["used_bytes"], driver["levels"]
+    floors = levels["floor_bytes"]
+    headroom = np.nan if total is None else total - used
+    return {
+        "gpu": gpu, "peak_bytes": np.nan, "peak_ns": driver["used_ns"], "step": driver["step"],
+        **dict.fromkeys(PLACE), "floor_bytes": floors.min() if len(floors) else driver["lowest_bytes"],
+        "growth_bytes": floors.iloc[-1] - floors.iloc[0] if len(floors) > 1 else np.nan, **_growth(levels, headroom),
+        "reserved_bytes": np.nan, "fragmentation": np.nan, "used_bytes": used, "outside_bytes": np.nan,
+        "total_bytes": np.nan if total is None else total, "headroom_bytes": headroom,
+        "used_share": np.nan if total is None else used / total, "source": TELEMETRY, "total_known": False}
+
+
+def activations(events: pd.DataFrame, kernels: pd.DataFrame) -> pd.DataFrame:
+    """One row per gpu and step with a forward and memory events in it: gpu, step, begin_bytes (level as the forward
+    begins to launch), forward_peak_bytes (highest until the backward begins), activation_bytes (the difference: what
+    the forward keeps for the backward, and its buffers)."""
+    names = ["gpu", "step", "begin_bytes", "forward_peak_bytes", "activation_bytes"]
+    known = kernels[kernels["step"].notna() & kernels["launch_ns"].notna()]
+    first = known.groupby(["gpu", "step", known["phase"].astype(str)])["launch_ns"].min().unstack("phase")
+    if not len(events) or not {"forward", "backward"} <= {*first.columns}:
+        return pd.DataFrame(columns=names)
+    rows = []
+    for gpu, own in events.groupby("gpu"):
+        t, level = own["t_ns"].to_numpy(), own["allocated_bytes"].to_numpy()
+        mine = first[first.index.get_level_values("gpu") == gpu].dropna(subset=["forward", "backward"])
+        for (_, step), begin, end in zip(mine.index, mine["forward"], mine["backward"], strict=True):
+            low, high = np.searchsorted(t, [int(begin), int(end)])
+            if 0 < low < high:
+                rows.append((int(gpu), int(step), level[low - 1], level[low:high].max(),
+                             max(level[low:high].max() - level[low - 1], 0)))
+    return pd.DataFrame(rows, columns=names)
+
+
+# ---- growth ----------------------------------------------------------------------------------------------------------
+
+class Growth(NamedTuple):
+    """How the floor of a GPU's steps changes. per_step_bytes: robust slope, missing below two steps; steady: it rises
+    in every step, by about as much; n_steps."""
+
+    per_step_bytes: float
+    steady: bool
+    n_steps: int
+
+
+def growth(levels: pd.DataFrame) -> Growth:
+    """The growth of one gpu's floor (step, floor_bytes of `step_memory`), by the median of the slopes of all pairs of
+    steps: one step that holds more for once changes nothing. Steady: at least STEADY_STEPS steps, each above the one
+    before by at least STEADY of that: what is allocated once, as the states of an optimizer are, does not count."""
+    own = levels.sort_values("step", kind="stable")
+    own = own.iloc[::max(1, -(-len(own) // MAX_STEPS))]
+    step, floor = own["step"].to_numpy(np.float64), own["floor_bytes"].to_numpy(np.float64)
+    i, j = np.triu_indices(len(step), 1)
+    if not len(i):
+        return Growth(np.nan, False, len(step))
+    slope = float(np.median((floor[j] - floor[i]) / (step[j] - step[i])))
+    rises = np.diff(floor) / np.diff(step)
+    return Growth(slope, len(step) >= STEADY_STEPS and slope >= STEADY_BYTES and bool((rises >= STEADY * slope).all()),
+                  len(step))
+
+
+def _growth(levels: pd.DataFrame, headroom: float) -> dict[str, object]:
+    found = growth(levels)
+    return {"growth_per_step_bytes": found.per_step_bytes, "steady": found.steady, "n_steps": found.n_steps,
+            "steps_left": max(headroom, 0) / found.per_step_bytes if found.steady else np.nan}
+
+
+PLACE = ("phase", "layer", "operation")
+
+
 def _next_launch(kernels: pd.DataFrame, t_ns: int) -> dict[str, object]:
-    names = ("phase", "layer", "operation")
     after = kernels[kernels["launch_ns"].notna() & (kernels["launch_ns"] >= t_ns).fillna(False)]
     if not len(after):
-        return dict.fromkeys(names)
+        return dict.fromkeys(PLACE)
     row = after.loc[after["launch_ns"].idxmin()]
-    return {n: None if pd.isna(row[n]) else row[n] for n in names}
+    return {n: None if pd.isna(row[n]) else row[n] for n in PLACE}
 
 
 def step_memory(events: pd.DataFrame) -> pd.DataFrame:
@@ -154,3 +248,35 @@ def curve(events: pd.DataFrame, max_points: int = 2000) -> pd.DataFrame:
     grouped = events["allocated_bytes"].reset_index(drop=True).groupby(bucket)
     keep = np.unique(np.concatenate([grouped.idxmin(), grouped.idxmax(), grouped.tail(1).index]))
     return events[["t_ns", "allocated_bytes", "reserved_bytes"]].iloc[keep].reset_index(drop=True)
+
+
+# ---- as the driver counts --------------------------------------------------------------------------------------------
+
+def used_samples(samples: pd.DataFrame, steps: pd.DataFrame) -> pd.DataFrame:
+    """The samples (TELEMETRY) that tell used memory, in order of gpu and time: gpu, t_ns, used_bytes, step."""
+    known = samples[samples["memory_used_bytes"].notna()]
+    rows = known[["gpu", "t_ns"]].assign(used_bytes=known["memory_used_bytes"])
+    rows = rows.sort_values(["gpu", "t_ns"], kind="stable", ignore_index=True)
+    return rows.assign(step=_steps(rows, steps))
+
+
+USED_COLUMNS = ("gpu", "used_bytes", "used_ns", "step", "lowest_bytes", "outside_bytes", "levels")
+
+
+def used_memory(samples: pd.DataFrame | None, steps: pd.DataFrame | None, events: pd.DataFrame) -> pd.DataFrame:
+    """One row per gpu with samples of its used memory: gpu, used_bytes (the largest, at used_ns in step), lowest_bytes,
+    outside_bytes (median of used − reserved, missing where the allocator's level is unknown), levels (step, floor_bytes
+    of each step in which it was sampled)."""
+    if samples is None or steps is None or not len(samples):
+        return pd.DataFrame(columns=list(USED_COLUMNS))
+    rows = []
+    for gpu, own in used_samples(samples, steps).groupby("gpu"):
+        at = own.loc[own["used_bytes"].idxmax()]
+        inside = own[own["step"].notna()]
+        levels = inside.groupby("step")["used_bytes"].min().rename("floor_bytes").reset_index()
+        mine = events[(events["gpu"] == gpu) & events["total_known"].astype(bool)]
+        place = np.searchsorted(mine["t_ns"].to_numpy(), own["t_ns"].to_numpy(), side="right") - 1
+        outside = own["used_bytes"].to_numpy()[place >= 0] - mine["reserved_bytes"].to_numpy()[place[place >= 0]]
+        rows.append((int(gpu), at["used_bytes"], int(at["t_ns"]), at["step"], own["used_bytes"].min(),
+                     float(np.median(outside)) if len(outside) else np.nan, levels))
+    return pd.DataFrame(rows, columns=list(USED_COLUMNS))

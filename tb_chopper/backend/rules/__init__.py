@@ -30,6 +30,9 @@ RULES: tuple[str, ...] = (
     "allocator_calls",
     "garbage_collection",
     "islands",
+    "memory_limit",
+    "memory_growth",
+    "memory_imbalance",
 )
 """Modules of this package. A diagnosis has the name of its rule as `code`."""
 

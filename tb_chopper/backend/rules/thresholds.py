@@ -26,3 +26,8 @@ MANY_MESSAGES, SMALL_MESSAGES = 20, 0.03
 ISLANDS_SLOW, ISLANDS_SHARE = 0.40, 0.30
 """of the bandwidth inside an island, of the step: a group over several islands below the first, or whose exposed
 transfer is above the second, is worth a change of its shape (reference values of the field)"""
+
+MEMORY_FULL = 0.90
+"""of the device at the peak of allocated memory: the next longer sequence may fail (reference value of the field)"""
+MEMORY_UNEVEN, MEMORY_UNEVEN_OF_DEVICE = 1.10, 0.05
+"""peak over the median of the GPUs, and by how much of the device: less changes no batch size"""

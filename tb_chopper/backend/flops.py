@@ -44,6 +44,8 @@ class Call(NamedTuple):
 class Cost(NamedTuple):
     flop: float
     bytes: float
+    written: float = math.nan
+    """the part of bytes that is output"""
 
 
 class Gemm(NamedTuple):
@@ -61,6 +63,8 @@ class Gemm(NamedTuple):
 
 Formula = Callable[[Call], Cost]
 """Raises where the recorded shapes do not tell."""
+
+_AMOUNTS = ["flop", "bytes", "written"]
 
 _USER: dict[str, Formula] = {}
 
@@ -88,20 +92,21 @@ def unregister(operator: str) -> None:
 
 
 def operator_costs(cpu_op: pd.Series, op_args: pd.Series) -> pd.DataFrame:
-    """One row per input row: flop, bytes (NaN where unknown), flop_source (one of SOURCES), dtype (bf16, fp8, ... of
-    the operands, or null). Every distinct (operator, shapes) pair is computed once; both columns are categorical."""
+    """One row per input row: flop, bytes, written (the part of bytes that is output; NaN where unknown), flop_source
+    (one of SOURCES), dtype (bf16, fp8, ... of the operands, or null). Every distinct (operator, shapes) pair is
+    computed once; the last two columns are categorical."""
     op, args = cpu_op.astype("category"), op_args.astype("category")
     ops, texts = [None, *op.cat.categories], [None, *args.cat.categories]  # code -1: missing
     code = (op.cat.codes.to_numpy(np.int64) + 1) * len(texts) + args.cat.codes.to_numpy(np.int64) + 1
     distinct, place = np.unique(code, return_inverse=True)
     rows = [_cost(o, texts[c % len(texts)]) if (o := ops[c // len(texts)]) else _UNKNOWN for c in distinct]
-    table = pd.DataFrame(rows, columns=["flop", "bytes", "flop_source", "dtype"])
+    table = pd.DataFrame(rows, columns=[*_AMOUNTS, "flop_source", "dtype"])
     out = table.iloc[place].set_index(cpu_op.index)
-    return out.astype({"flop": "float64", "bytes": "float64", "flop_source": "category", "dtype": "category"})
+    return out.astype({**dict.fromkeys(_AMOUNTS, "float64"), "flop_source": "category", "dtype": "category"})
 
 
 def kernel_costs(kernels: pd.DataFrame) -> pd.DataFrame:
-    """`operator_costs` of the rows of KERNELS, the flop and bytes of a call shared among its compute kernels by their
+    """`operator_costs` of the rows of KERNELS, the amounts of a call shared among its compute kernels by their
     duration, so that they add up to the call's: its rate is the same whatever the grouping. Copies and
     communication have none (0, with the source of their operator)."""
     out = operator_costs(kernels["cpu_op"], kernels["op_args"])
@@ -112,8 +117,15 @@ def kernel_costs(kernels: pd.DataFrame) -> pd.DataFrame:
     weight = np.where(compute, (kernels["end_ns"] - kernels["start_ns"]).to_numpy() + 1.0, 0.0)
     total = np.bincount(call, weights=weight, minlength=call.max(initial=-1) + 1)[call]
     share = np.where(compute, np.where(alone, 1.0, weight / np.maximum(total, 1.0)), 0.0)
-    out[["flop", "bytes"]] = np.where(share[:, None] > 0, out[["flop", "bytes"]].to_numpy() * share[:, None], 0.0)
+    out[_AMOUNTS] = np.where(share[:, None] > 0, out[_AMOUNTS].to_numpy() * share[:, None], 0.0)
     return out
+
+
+@lru_cache(maxsize=65536)
+def tensor_arguments(op_args: str | None) -> tuple[tuple[str, float], ...]:
+    """Recorded type and bytes of each tensor argument whose type is known."""
+    call = _parse(op_args)
+    return () if call is None else tuple((call.types[i], _bytes(call, i)) for i in _tensors(call) if call.dims[i])
 
 
 def dtype_of(recorded: str) -> str | None:
@@ -168,8 +180,8 @@ def tile_padding(kernel: str, gemm: Gemm) -> float:
 # ---- one call
 
 
-_Row = tuple[float, float, str, "str | None"]
-_UNKNOWN: _Row = (math.nan, math.nan, MISSING_SHAPES, None)
+_Row = tuple[float, float, float, str, "str | None"]
+_UNKNOWN: _Row = (math.nan, math.nan, math.nan, MISSING_SHAPES, None)
 
 
 @lru_cache(maxsize=65536)
@@ -178,14 +190,14 @@ def _cost(cpu_op: str, op_args: str | None) -> _Row:
     call = _parse(op_args)
     dtype = next(filter(None, map(dtype_of, call.types)), None) if call else None
     if formula is None:
-        return math.nan, math.nan, NO_FORMULA, dtype
+        return math.nan, math.nan, math.nan, NO_FORMULA, dtype
     if call is None:
         return _UNKNOWN
     try:
         return *formula(call), SHAPES, dtype
     # A user's formula may raise anything.
     except Exception:
-        return math.nan, math.nan, MISSING_SHAPES, dtype
+        return math.nan, math.nan, math.nan, MISSING_SHAPES, dtype
 
 
 @lru_cache(maxsize=65536)
@@ -394,7 +406,8 @@ def _moves(read: Sequence[int] | None, written: Sequence[int]) -> Formula:
     """No FLOPs; bytes of the arguments read (None: all tensors) and of outputs as large as those in `written`."""
 
     def cost(call: Call) -> Cost:
-        return Cost(0.0, _bytes(call, *(_tensors(call) if read is None else read)) + _bytes(call, *written))
+        out = _bytes(call, *written)
+        return Cost(0.0, _bytes(call, *(_tensors(call) if read is None else read)) + out, out)
 
     return cost
 
@@ -402,8 +415,8 @@ def _moves(read: Sequence[int] | None, written: Sequence[int]) -> Formula:
 def _elementwise(call: Call) -> Cost:
     """Reads all tensors, writes one as large as they broadcast to, of the first tensor's type."""
     tensors = _tensors(call)
-    out = math.prod(np.broadcast_shapes(*(tuple(call.dims[i]) for i in tensors)))
-    return Cost(0.0, _bytes(call, *tensors) + out * _size(call, tensors[0]))
+    out = math.prod(np.broadcast_shapes(*(tuple(call.dims[i]) for i in tensors))) * _size(call, tensors[0])
+    return Cost(0.0, _bytes(call, *tensors) + out, out)
 
 
 def _list(call: Call) -> Cost:

@@ -57,6 +57,11 @@ REGISTRY: dict[str, Entry] = {
         ),
         Entry("stragglers", "Stragglers", "Which GPU or step holds the others up, and why?"),
         Entry(
+            "parallelism",
+            "Parallelism",
+            "Where are the bubbles, and what do tensor, context and expert parallelism cost?",
+        ),
+        Entry(
             "dvfs",
             "DVFS",
             "At which clock did the hardware run, and what did that cost?",

@@ -34,6 +34,8 @@ from tb_chopper.backend.metrics import (
     efficiency,
     exchanges,
     frequency,
+    fusion,
+    graph_breaks,
     grouping,
     host,
     launch,
@@ -179,11 +181,22 @@ class Run:
         """What the allocators did, from memory snapshots, else profile_memory; see metrics.memory.allocations."""
         return memory.allocations([*self._profiled_memory(), *self._snapshots[0]], self.steps)
 
-    @lazy
+    @property
     def calls(self) -> pd.DataFrame:
         """What the hosts did that may keep their GPUs waiting; columns of schema.CALLS."""
+        return self._calls[0]
+
+    @property
+    def compiled(self) -> pd.DataFrame:
+        """The regions of torch.compile and the graphs in them; columns of schema.CALLS."""
+        return self._calls[1]
+
+    @lazy
+    def _calls(self) -> tuple[pd.DataFrame, pd.DataFrame]:
         gpu = self.workers.drop_duplicates("file").set_index("file")["gpu"]
-        return schema.concat([c.calls.assign(gpu=int(gpu[c.file.path.name])) for c in self.captures], schema.CALLS)
+        every = schema.concat([c.calls.assign(gpu=int(gpu[c.file.path.name])) for c in self.captures], schema.CALLS)
+        compiled = every["kind"].isin(schema.COMPILED_KINDS)
+        return every[~compiled].reset_index(drop=True), every[compiled].reset_index(drop=True)
 
     @lazy
     def actions(self) -> pd.DataFrame:
@@ -284,6 +297,28 @@ class Run:
         """Data types in which GEMMs and attention run; see metrics.precision.precision."""
         return precision.precision(self.kernels, self.hardware, by, where)
 
+    @lazy
+    def chains(self) -> pd.DataFrame:
+        """Runs of memory-bound kernels that could be one kernel each; see metrics.fusion.chains."""
+        return fusion.chains(self.kernels, self.hardware)
+
+    def fusion(self, by: By = ("pattern",), where: Where = None) -> pd.DataFrame:
+        """`chains` by group, with the time that fusing them would save; see metrics.fusion.candidates."""
+        windows = {k: v for k, v in (where or {}).items() if k in grouping.WINDOW_COLUMNS}
+        return fusion.candidates(self.chains, fusion.windows_of(grouping.select(self.kernels, windows)), by, where)
+
+    def fused(self, by: By = ("how",), where: Where = None) -> pd.DataFrame:
+        """Kernels that are fused already; see metrics.fusion.fused."""
+        return fusion.fused(self.kernels, by, where)
+
+    def graph_breaks(self, by: By = ("gpu", "step"), where: Where = None) -> pd.DataFrame:
+        """Regions of torch.compile, their graph breaks and what they cost; see metrics.graph_breaks.graph_breaks."""
+        return graph_breaks.graph_breaks(self.compiled, self.kernels, by, where)
+
+    def eager_in_breaks(self, by: By = ("operation",), where: Where = None) -> pd.DataFrame:
+        """What runs eagerly between compiled graphs; see metrics.graph_breaks.eager."""
+        return graph_breaks.eager(self.compiled, self.kernels, by, where)
+
     def collectives(self, by: By | None = None, where: Where = None, roles: Roles = None,
                     correct_clocks: bool = True) -> pd.DataFrame:
         """Waiting, transfer and bandwidth of collectives across ranks; see metrics.collectives.collectives.
@@ -291,7 +326,7 @@ class Run:
         `roles`: of process groups, where those inferred are wrong. `correct_clocks=False`: hosts keep their clocks.
         """
         return collectives.collectives(self._arrived(correct_clocks)[0], by, where, self._roles(roles),
-                                       self._link_bytes_per_s)
+                                       self.link_bytes_per_s)
 
     def exchanges(self, by: By = ("role", "layer"), where: Where = None, roles: Roles = None) -> pd.DataFrame:
         """What parallelism exchanges inside the layers, and what that costs them; see metrics.exchanges.exchanges."""
@@ -337,7 +372,7 @@ class Run:
         """Which process groups span islands or hosts, and how fast they are there; see metrics.topology.group_islands.
         """
         return topology.group_islands(self._arrived()[0], self.collectives(roles=roles), self.process_groups(roles),
-                                      self.topology.islands, self._hosts(), self._link_bytes_per_s,
+                                      self.topology.islands, self._hosts(), self.link_bytes_per_s,
                                       self.own_times["step"].unique())
 
     def gradient_barrier(self, roles: Roles = None) -> pd.DataFrame:
@@ -537,7 +572,7 @@ class Run:
         return {int(g): None if pd.isna(h) else str(h) for g, h in hosts.items()}
 
     @property
-    def _link_bytes_per_s(self) -> float | None:
+    def link_bytes_per_s(self) -> float | None:
         """Peak of the links of the run's GPUs, where all have the same."""
         links = {h.link_bytes_per_s for h in self.hardware.values() if h and h.link_bytes_per_s}
         return links.pop() if len(links) == 1 else None

@@ -74,10 +74,11 @@ def _stretches(gpus: list[int]) -> str:
 def transfer_times(arrived: pd.DataFrame, ratio: Mapping[str, float]) -> pd.DataFrame:
     """One row per collective, GPU (and step): group, gpu, step, transfer_us (exposed, waiting left out) and saved_us:
     what of it would not be there at 1 / ratio times the bandwidth (missing where the group's ratio is; no less than 0).
+    Missing, too, where no other rank is here to tell the waiting.
     """
     last = arrived.groupby("instance")["start_ns"].transform("max")
     transfer = (arrived["end_ns"] - np.maximum(arrived["start_ns"], last)).clip(lower=0) / 1000
-    exposed = (arrived["exposed_ns"] - arrived["exposed_wait_ns"].fillna(0)).clip(lower=0) / 1000
+    exposed = (arrived["exposed_ns"] - arrived["exposed_wait_ns"]).clip(lower=0) / 1000
     share = (1 - arrived["group"].map(ratio).astype("float64")).clip(lower=0)
     return arrived[["group", "gpu", "step"]].assign(
         transfer_us=exposed, saved_us=np.minimum(exposed, transfer * share).where(share.notna()))

@@ -30,6 +30,7 @@ RULES: tuple[str, ...] = (
     "allocator_calls",
     "garbage_collection",
     "islands",
+    "over_sharding",
     "memory_limit",
     "memory_growth",
     "memory_imbalance",

@@ -31,3 +31,6 @@ MEMORY_FULL = 0.90
 """of the device at the peak of allocated memory: the next longer sequence may fail (reference value of the field)"""
 MEMORY_UNEVEN, MEMORY_UNEVEN_OF_DEVICE = 1.10, 0.05
 """peak over the median of the GPUs, and by how much of the device: less changes no batch size"""
+TENSOR_SHARE, TENSOR_LINK = 0.20, 0.50
+"""exposed transfer of the layers' time, bandwidth across hosts of the links' peak: tensor parallelism beyond the first,
+or below the second, is over-sharded (reference values of the field)"""

@@ -36,10 +36,10 @@ def check(run: tb_chopper.Run, schedule: str, ranks: int, stages: int, microbatc
     assert (found["gaps_us"] >= 0).all()
     cost = run.pipeline_what_if
     assert cost["complete"].all()
-    assert (cost["prompt_us"] <= cost["total_us"]).all()  # nobody computes before its input is there
+    assert (cost["prompt_us"] <= cost["total_us"] + 0.01).all()  # nobody computes before its input is there
     assert run.process_groups()["role"].tolist() == ["pipeline"]
     view = run.view("parallelism")
-    assert schedule in view.headline
+    assert schedule.lower() in view.headline.lower()
     assert len(view.figures["pipeline"].data)
     return run.pipeline_actions()
 
@@ -87,8 +87,8 @@ def test_scopes_of_the_pipeline_leave_attribution_alone(recorded: Callable[[str]
     assert not run.kernels["operation"].astype(str).str.contains("pp::").any()
 
 
-def test_every_schedule_trains_the_same_model(recorded: Callable[[str], Path]) -> None:
-    """Microbatches of each run add up to the batch, and every rank sends and receives what the schedule asks for."""
+def test_every_microbatch_crosses_every_border_twice(recorded: Callable[[str], Path]) -> None:
+    """microbatches · borders between stages · (output forward, gradient back)"""
     for kind, messages in (("pp+gpipe", 4 * 3 * 2), ("pp+1f1b", 8 * 3 * 2), ("pp+interleaved", 4 * 3 * 2)):
         run = tb_chopper.open_run(recorded(kind))
         sent = run.kernels[run.kernels["name"].astype(str) == "gloo:send"]
@@ -96,11 +96,12 @@ def test_every_schedule_trains_the_same_model(recorded: Callable[[str], Path]) -
 
 
 def test_tensor_parallelism(recorded: Callable[[str], Path]) -> None:
-    """Per layer two all-reduces in forward (after attention and MLP) and two in backward; no pipeline."""
+    """All-reduces: in forward after attention and MLP of each of 4 layers; in backward before q, k, v, gate and up of
+    each, and before the head. No pipeline."""
     run = tb_chopper.open_run(recorded("tp"))
     assert len(run.actions) == len(run.pipeline()) == 0
     assert run.process_groups()["role"].tolist() == ["tensor"]
-    each = run.collectives(by=["step", "name"])
-    reduces = each[each["name"] == "all_reduce"]
-    assert len(reduces) == STEPS
-    assert (reduces["n"] >= 4 * 4).all()
+    each = run.collectives(by=["phase", "step"], where={"name": "all_reduce"}).groupby("phase")["n"]
+    assert each.get_group("forward").tolist() == [4 * 2] * STEPS
+    assert each.get_group("backward").tolist() == [4 * 5 + 1] * STEPS
+    assert run.view("parallelism").headline

@@ -52,7 +52,7 @@ def arrivals(kernels: pd.DataFrame, hosts: Mapping[int, str | None], groups: Gro
     instance, gpu, group, group_desc, group_size (−1: not told), seq, name (all_reduce, ...), bytes (NaN: not told),
     received_bytes (what the rank receives; NaN: not told),
     step, phase, layer, operation, capture, span, worker, kernel (its name), start_ns, end_ns (on the first host's
-    clock), n_ranks (gpus that have a row of it), wait_ns (0 for the last to arrive; NaN where no other gpu is known to
+    clock), kernel_start_ns (on its own, as in KERNELS), n_ranks (gpus that have a row of it), wait_ns (0 for the last to arrive; NaN where no other gpu is known to
     take part), exposed_wait_ns (the part of it under which no computation ran), exposed_ns (the part of the row under
     which no computation ran), is_last.
 
@@ -66,7 +66,8 @@ def arrivals(kernels: pd.DataFrame, hosts: Mapping[int, str | None], groups: Gro
         "step": rows["step"], "phase": rows["phase"].astype(object), "layer": rows["layer"].astype(object),
         "operation": rows["operation"].astype(object), "capture": rows["capture"], "span": rows["span"],
         "worker": rows["worker"].astype(object),
-        "kernel": rows["name"].astype(object), "start_ns": rows["start_ns"], "end_ns": rows["end_ns"]})
+        "kernel": rows["name"].astype(object), "start_ns": rows["start_ns"], "end_ns": rows["end_ns"],
+        "kernel_start_ns": rows["start_ns"]})
     out["bytes"] = _bytes(rows, out["name"])
     out["received_bytes"] = _size(rows, rows["out_nelems"])
     matched = ranks.match(out, hosts, correct_clocks)

@@ -66,13 +66,7 @@ def largest(kernels: pd.DataFrame, size: pd.Series | None = None) -> str:
 def longest_collective(run: Run, instances: pd.DataFrame) -> str:
     """The kernel of the collective (of run.collectives) that took longest, on one of its GPUs, for the Trace tab."""
     rows = run.arrivals(where={"instance": instances["instance"].tolist()})
-    if not len(rows):
-        return ""
-    row = rows.loc[(rows["end_ns"] - rows["start_ns"]).idxmax()]
-    # Its time is on the first host's clock; the kernel's own is asked for.
-    kernels = run.kernels
-    own = (kernels["gpu"] == row["gpu"]) & (kernels["name"] == row["kernel"]) & (kernels["step"] == row["step"])
-    return largest(kernels[own.fillna(False)])
+    return largest(rows.assign(start_ns=rows["kernel_start_ns"]), rows["end_ns"] - rows["start_ns"])
 
 
 def severity(gain_ms: float | None, of_ms: float | None) -> Severity:

@@ -13,7 +13,7 @@ from tb_chopper.backend.alignment.counters import TRUSTED_SHARE
 from tb_chopper.backend.classify import COMPUTE
 from tb_chopper.backend.metrics.breakdown import MEASURED
 from tb_chopper.backend.schema import BEFORE_CAPTURE
-from tb_chopper.backend.views import actual_durations, breakdown_figures, context, figures, text
+from tb_chopper.backend.views import actual_durations, breakdown_figures, context, figures, text, trace_link
 from tb_chopper.backend.views.breakdown_parts import COLUMNS, OVERHEADS, PARTS, grouped, other_methods, with_parts
 from tb_chopper.backend.views.palette import COLORS, LABELS
 from tb_chopper.backend.views.view import KeyFigure, Missing, Selection, Source, Table, TableColumn, View
@@ -74,7 +74,7 @@ def view(run: Run, selection: Selection) -> View:
     roof = breakdown_figures.roofline(run.roofline(roof_by, selection.where()), roof_by[:-1])
     if roof is not None:
         charts["roofline"] = roof
-    tables = {"operations": _operations(side, shown)}
+    tables = {"operations": _operations(side, shown, kernels[kernels["kind"] == "compute"])}
     if other is not None:
         tables["difference"] = _difference(side, other, shown)
     tables["help"] = _help(side.rows, shown)
@@ -244,14 +244,15 @@ def _times(rows: pd.DataFrame) -> tuple[TableColumn, ...]:
     )
 
 
-def _operations(side: _Side, shown: list[str]) -> Table:
+def _operations(side: _Side, shown: list[str], kernels: pd.DataFrame) -> Table:
+    """Factors by operation, or the time they cost by anything else, each with the longest of its `kernels`."""
     if "operation" not in shown:
         columns = (*_groups(shown), *_times(side.rows),
                    TableColumn("unknown_us", "Not known", "us", "Time of operations without FLOPs or peak."))
-        return Table("Time by factor", columns, side.rows, sort="lost_us")
+        return Table("Time by factor", columns, trace_link.linked(side.rows, kernels, shown), sort="lost_us", at="at")
     rows = side.units.assign(others=[other_methods(r) for r in side.units.to_dict("records")])
-    return Table("Factors by operation", (*_groups(shown), *_times(rows), *FACTOR_COLUMNS), rows, sort="lost_us",
-                 link={"focus": "operation"})
+    return Table("Factors by operation", (*_groups(shown), *_times(rows), *FACTOR_COLUMNS),
+                 trace_link.linked(rows, kernels, shown), sort="lost_us", link={"focus": "operation"}, at="at")
 
 
 def _difference(side: _Side, other: _Side, shown: list[str]) -> Table:

@@ -10,7 +10,7 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from tb_chopper.backend.metrics import grouping
-from tb_chopper.backend.views import context, figures, text, topology
+from tb_chopper.backend.views import context, figures, text, topology, trace_link
 from tb_chopper.backend.views.palette import COLORS, LABELS
 from tb_chopper.backend.views.view import KeyFigure, Missing, Selection, Table, TableColumn, View
 
@@ -215,17 +215,27 @@ def _tables(run: Run, rows: pd.DataFrame, by: list[str], by_gpu: pd.DataFrame,
         barrier = grouping.select(barrier, {"step": where["step"]})
     clocks = run.clock_offsets
     clocks = clocks.assign(gpus=[", ".join(map(str, g)) for g in clocks["gpus"]])
+    each = _kernels(run, where)
     return {
-        "groups": Table("Collectives by " + " and ".join(by), (*_names(by), *MEASURES), rows, sort="exposed_wait_us",
-                        link={"step": "step"} if by == ["step"] else {}),
+        "groups": Table("Collectives by " + " and ".join(by), (*_names(by), *MEASURES),
+                        trace_link.linked(rows, each, by), sort="exposed_wait_us",
+                        link={"step": "step"} if by == ["step"] else {}, at="at"),
         "gpus": Table("By GPU", (TableColumn("gpu", "GPU"), TableColumn("n_last", "Last", "count", DEFINITIONS["last"],
-                                                                         bar=True), *MEASURES), by_gpu,
-                      sort="exposed_wait_us", link={"gpu": "gpu"}),
+                                                                         bar=True), *MEASURES),
+                      trace_link.linked(by_gpu, each, ["gpu"]), sort="exposed_wait_us", link={"gpu": "gpu"}, at="at"),
         **({"barrier": Table("Gradient barrier", BARRIER, barrier, sort="skew_us", link={"step": "step"})}
            if len(barrier) else {}),
         "process_groups": Table("Process groups", GROUPS, groups, sort="n_collectives"),
         **({"clocks": Table("Clocks of the hosts", CLOCKS, clocks)} if len(clocks) > 1 else {}),
     }
+
+
+def _kernels(run: Run, where: dict[str, object]) -> pd.DataFrame:
+    """The rows of collectives with the role of their group, at the times of their kernels."""
+    rows = run.arrivals(where)
+    role = run.collectives().set_index("instance")["role"]
+    return rows.assign(role=rows["instance"].map(role), start_ns=rows["kernel_start_ns"],
+                       end_ns=rows["kernel_start_ns"] + rows["end_ns"] - rows["start_ns"])
 
 
 def _names(by: list[str]) -> tuple[TableColumn, ...]:

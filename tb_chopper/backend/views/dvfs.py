@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
-from tb_chopper.backend.views import dvfs_figures, equal_kernels, text
+from tb_chopper.backend.views import dvfs_figures, equal_kernels, text, trace_link
 from tb_chopper.backend.views.clocks import Clocks, clocks
 from tb_chopper.backend.views.dvfs_figures import LOST, REASONS
 from tb_chopper.backend.views.palette import COLORS
@@ -234,7 +234,8 @@ def _tables(sides: list[Clocks]) -> dict[str, Table]:
 
 
 def _operations_table(side: Clocks) -> Table:
-    rows = side.operations.assign(clock_source=side.operations["source"])
+    rows = trace_link.linked(side.operations.assign(clock_source=side.operations["source"]), side.kernels,
+                             list(side.by))
     names = tuple(TableColumn(c, {"kernel": "Kernel"}.get(c, c.capitalize())) for c in side.by)
     return Table(
         f"Compute work by {' and '.join(side.by)}",
@@ -250,7 +251,7 @@ def _operations_table(side: Clocks) -> Table:
          TableColumn("sampled_share", "Clock known", "share", DEFINITIONS["sampled_share"]),
          TableColumn("clock_source", "Clock source")),
         rows, sort="lost_to_clock_us" if rows["lost_to_clock_us"].notna().any() else "time_us",
-        link={"focus": "operation"} if "operation" in side.by else {},
+        link={"focus": "operation"} if "operation" in side.by else {}, at="at",
         note="Clocks, power and energy are sampled, times measured, lost times estimated.")  # fmt: skip
 
 

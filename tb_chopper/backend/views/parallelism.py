@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pandas as pd
 
 from tb_chopper.backend.metrics import grouping
 from tb_chopper.backend.metrics import pipeline as pipelines
-from tb_chopper.backend.views import context, pipeline_figures, text
+from tb_chopper.backend.views import context, parallelism_exchanges, pipeline_figures, text
 from tb_chopper.backend.views.palette import COLORS
 from tb_chopper.backend.views.view import KeyFigure, Missing, Selection, Table, TableColumn, View
 
@@ -52,13 +53,21 @@ OTHER_STAGES = Missing(
 
 
 def view(run: Run, selection: Selection) -> View:
-    """The pipeline of the run, of one step; selected GPUs choose the pipeline and the rows of tables."""
+    """The pipeline of the run, of one step; selected GPUs choose the pipeline and the rows of tables. Below it what is
+    exchanged inside the layers."""
     if context.nothing_to_show(run):
         return View("No GPU ran anything here.", missing=(context.NO_KERNELS,))
     done = _chosen(run, selection)
     if not len(done):
-        return View(_without(run, selection), missing=_missing(run))
-    return _pipeline(run, selection, done)
+        headline = parallelism_exchanges.headline(run, selection) or _without(run, selection)
+        return _with_exchanges(View(headline, missing=_missing(run)), run, selection)
+    return _with_exchanges(_pipeline(run, selection, done), run, selection)
+
+
+def _with_exchanges(shown: View, run: Run, selection: Selection) -> View:
+    key_figures, drawn, tables, missing = parallelism_exchanges.sections(run, selection)
+    return replace(shown, key_figures=(*shown.key_figures, *key_figures), figures={**shown.figures, **drawn},
+                   tables={**shown.tables, **tables}, missing=(*shown.missing, *missing))
 
 
 def _chosen(run: Run, selection: Selection) -> pd.DataFrame:

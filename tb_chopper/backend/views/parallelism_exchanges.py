@@ -60,6 +60,23 @@ def sections(run: Run, selection: Selection) -> tuple[
     return _key_figures(inside, run.exchanges("role", where)), {"exchanges": _by_layer(inside, alone)}, tables, missing
 
 
+def headline(run: Run, selection: Selection) -> str:
+    """What the largest of these exchanges costs, in one sentence; "" where there is none."""
+    layers = run.exchanges(("role", "layer"), selection.where())
+    inside = layers[layers["role"].isin(INSIDE)]
+    if not len(inside):
+        return ""
+    sums = inside.groupby("role")[["exposed_us", "exposed_wait_us", "elapsed_us"]].sum(min_count=1)
+    role, most = max(sums.iterrows(), key=lambda item: float(item[1]["exposed_us"]))
+    if not most["elapsed_us"] > 0:
+        return ""
+    share, waits = most["exposed_us"] / most["elapsed_us"], most["exposed_wait_us"] / most["elapsed_us"]
+    where = "their layers" if inside.loc[inside["role"] == role, "layer"].notna().any() else "the GPUs"
+    line = f"Exchanges of {role} parallelism that no computation hides take {text.share(share)} of the time of {where}"
+    return line + ("." if pd.isna(waits) else f": {text.share(waits)} waiting for late ranks, "
+                   f"{text.share(max(share - waits, 0.0))} transfer.")
+
+
 NO_LAYERS = Missing(
     "Exchanges by layer",
     "The traces name no layers, so that all exchanges stand in one row.",

@@ -315,7 +315,7 @@ class Run:
         """Regions of torch.compile, their graph breaks and what they cost; see metrics.graph_breaks.graph_breaks."""
         return graph_breaks.graph_breaks(self.compiled, self.kernels, by, where)
 
-    def eager_in_breaks(self, by: By = ("operation",), where: Where = None) -> pd.DataFrame:
+    def eager_in_breaks(self, by: By = ("place", "operation"), where: Where = None) -> pd.DataFrame:
         """What runs eagerly between compiled graphs; see metrics.graph_breaks.eager."""
         return graph_breaks.eager(self.compiled, self.kernels, by, where)
 

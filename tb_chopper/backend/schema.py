@@ -159,7 +159,9 @@ STEPS: Table = (
     Column("device", "category", "", "as in KERNELS"),
 )
 
-CALL_KINDS = ("sync", "allocation", "loader", "compile", "recompile", "gc")
+COMPILED_KINDS = ("region", "compiled")
+"""region: a frame that torch.compile compiled, with what runs eagerly in its graph breaks; compiled: a graph in it."""
+CALL_KINDS = ("sync", "allocation", "loader", "compile", "recompile", "gc", *COMPILED_KINDS)
 
 CALLS: Table = (
     Column("gpu", "int64", "", "as in KERNELS; of a file with several devices, the first"),

@@ -22,16 +22,22 @@ SCOPES: dict[str, re.Pattern[str]] = {
     "compile": re.compile(r"^dynamo_data: compile_id=|^_compile(\.compile_inner)? \(dynamo_timed\)$"),
 }
 """Patterns of names by kind of call, tried in this order. compile_id=F/K: the K-th time that code F is compiled."""
+COMPILED: dict[str, re.Pattern[str]] = {
+    "region": re.compile(r"^Torch-Compiled Region"),
+    "compiled": re.compile(r"^CompiledFunction$|^## Call CompiledFxGraph"),
+}
+"""Those of operators; old traces have them as annotations."""
 
 
 def find(host: pd.DataFrame, steps: pd.DataFrame) -> pd.DataFrame:
     """CALLS without gpu, in order of start, of a HOST table. steps: schema.STEPS of the file."""
     kind = host["kind"].cat.codes.to_numpy()
-    runtime, annotation, collector = (schema.ALL_HOST_KINDS.index(k) for k in ("runtime", "annotation", schema.GC))
+    runtime, annotation, operator, collector = (
+        schema.ALL_HOST_KINDS.index(k) for k in ("runtime", "annotation", "cpu_op", schema.GC))
     code = np.full(len(host), -1, np.int8)
     code[kind == collector] = schema.CALL_KINDS.index("gc")
     names = host["name"].cat.codes.to_numpy()
-    for of_kind, patterns in ((runtime, RUNTIME), (annotation, SCOPES)):
+    for of_kind, patterns in ((runtime, RUNTIME), (annotation, SCOPES | COMPILED), (operator, COMPILED)):
         by_name = np.array([_first(patterns, name) for name in host["name"].cat.categories], np.int8)
         rows = np.flatnonzero(kind == of_kind)
         if len(rows):

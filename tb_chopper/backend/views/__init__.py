@@ -95,6 +95,12 @@ REGISTRY: dict[str, Entry] = {
             "Which operations take the time?",
             ("operation", "layer", "phase", "step", "gpu", "kernel"),
         ),
+        Entry(
+            "fusion",
+            "Fusion",
+            "Which kernels could run as one?",
+            ("pattern", "layer", "phase", "step", "gpu"),
+        ),
         Entry("findings", "Findings", "Can these numbers be trusted?"),
     )
 }

@@ -147,6 +147,9 @@ def _check_plan(config: Config) -> None:
     if interleaved and plan.microbatches % plan.pipeline:
         raise InvalidSelection(f"interleaved needs microbatches that are a multiple of the pipeline's "
                                f"{plan.pipeline} GPUs: {plan.microbatches} are not")
+    if plan.schedule == pipeline_schedule.ONE_F_ONE_B and plan.microbatches < plan.pipeline > 1:
+        raise InvalidSelection(f"1f1b needs as many microbatches as GPUs of the pipeline: "
+                               f"{plan.microbatches} are fewer than {plan.pipeline}")
     if config.fsdp.version != 2:
         raise InvalidSelection("tensor and pipeline parallelism go with FSDP version 2 only")
 

@@ -172,6 +172,14 @@ def test_stalls_by_step():
     assert row["at"] == "0@200000"
 
 
+def test_loading_between_steps_belongs_to_the_next():
+    steps = tables.steps((3, 0, 100), (4, 200, 300)).assign(start_ns=[0, 150_000], end_ns=[110_000, 290_000])
+    made = calls(("loader", 115, 145), ("loader", 295, 300)).assign(step=pd.array([pd.NA, pd.NA], dtype="Int64"))
+    found = host.step_stalls(tables.kernels([{"launch": 0, "start": 0, "end": 100, "step": 3},
+                                             {"launch": 190, "start": 200, "end": 210, "step": 4}]), steps, made)
+    assert found[["step", "n", "time_us", "uncovered_us", "idle_us"]].to_numpy().tolist() == [[4, 1, 30, 30, 30]]
+
+
 def stalled(values: dict[int, list[float]]) -> tuple[pd.DataFrame, pd.DataFrame]:
     """Rows of `stalls` and STEPS: µs of each gpu's steps, counted from 0."""
     rows = [{"gpu": g, "next_step": i, "idle_ns": v * 1000} for g, own in values.items() for i, v in enumerate(own)]

@@ -253,11 +253,13 @@ def in_the_middle(stalled: pd.DataFrame) -> pd.Series:
 
 def step_stalls(kernels: pd.DataFrame, steps: pd.DataFrame, calls: pd.DataFrame) -> pd.DataFrame:
     """One row per gpu, step and kind of call that either ran in the step or kept the GPU idle before a kernel of it:
-    gpu, step, kind, n (calls that began in it), time_us (their union), uncovered_us (of it, what no GPU work covers),
-    idle_us (idle time before the step's kernels that is due to such calls), window_us (of the step on the GPU),
-    uncovered_share and idle_share (of the window), at (the kernel that ended the longest stall)."""
+    gpu, step, kind, n (calls that began in it; those between steps count to the next), time_us (their union),
+    uncovered_us (of it, what no GPU work covers), idle_us (idle time before the step's kernels that is due to such
+    calls), window_us (of the step on the GPU), uncovered_share and idle_share (of the window), at (the kernel that
+    ended the longest stall)."""
     keys = ["gpu", "step", "kind"]
-    own = calls[calls["step"].notna()].astype({"kind": object})
+    own = calls.assign(step=_step_or_next(calls, steps))
+    own = own[own["step"].notna()].astype({"kind": object})
     free = {int(g): _idle(rows) for g, rows in kernels.groupby("gpu")}
     rows = []
     for (gpu, step, kind), some in own.groupby(keys):
@@ -279,6 +281,18 @@ def step_stalls(kernels: pd.DataFrame, steps: pd.DataFrame, calls: pd.DataFrame)
     window = out["window_us"].where(out["window_us"] > 0)
     return out.assign(uncovered_share=out["uncovered_us"] / window, idle_share=out["idle_us"] / window)[
         [*keys, "n", "time_us", "uncovered_us", "idle_us", "window_us", "uncovered_share", "idle_share", "at"]]
+
+
+def _step_or_next(calls: pd.DataFrame, steps: pd.DataFrame) -> pd.Series:
+    """The step of each call; of one between steps the next that begins on the host: loaders often run there."""
+    out = calls["step"].astype("Int64").copy()
+    for gpu, own in steps.groupby("gpu"):
+        own = own.sort_values("start_ns")
+        mine = np.flatnonzero((calls["gpu"] == gpu) & out.isna())
+        at = np.searchsorted(own["start_ns"].to_numpy(), calls["start_ns"].to_numpy()[mine])
+        there = at < len(own)
+        out.iloc[mine[there]] = own["step"].to_numpy("int64")[at[there]]
+    return out
 
 
 ONCE = 2.0

@@ -21,9 +21,10 @@ def rule(run: Run) -> list[Finding]:
     found = stall.find(run, run.stalls[run.stalls["kind"] == "loader"], first=False)
     if found is None:
         return []
-    windows = run.step_stalls()
-    mine = windows[(windows["kind"] == "loader") & windows["gpu"].isin(found.gpus)]
-    share = float(mine["uncovered_us"].sum() / mine["window_us"].sum())
+    loading, windows = run.step_stalls(), run.timeline(by=["gpu", "step"])
+    loading = loading[(loading["kind"] == "loader") & loading["gpu"].isin(found.gpus)]
+    window = float(windows.loc[windows["step"].notna() & windows["gpu"].isin(found.gpus), "total_us"].sum())
+    share = float(loading["uncovered_us"].sum()) / window
     late = f"; the others wait for GPU {found.gpu}" if found.alone and run.workers["gpu"].nunique() > 1 else ""
     return [Diagnosis(
         "data_stall", severity(found.gain_ms, found.step_ms),

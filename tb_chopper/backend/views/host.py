@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
-from tb_chopper.backend.metrics import grouping
+from tb_chopper.backend.metrics import grouping, host
 from tb_chopper.backend.views import context, figures, text
 from tb_chopper.backend.views.palette import COLORS, LABELS
 from tb_chopper.backend.views.view import KeyFigure, Missing, Selection, Table, TableColumn, View
@@ -36,7 +36,12 @@ DEFINITIONS = {
     "path": "What the end of a step waited for, and what that waited for, back to its beginning, across streams and "
     "ranks. Shortening anything else changes nothing.",
     "call_idle": "The part of the calls under which the GPU had nothing to do.",
+    "caused": "Idle time of the GPU whose cause they are: every moment of idle time has one cause.",
+    "uncovered": "Union of the calls that no GPU work covers.",
+    "data_stall": "Data loading that no GPU work covers / length of the steps, on the GPU that has most of it.",
+    "middle": "Waits before a kernel of the same step's forward or backward; the wait that ends a step is normal.",
 }
+STALLS = ("loader", "sync", "allocation", "gc", "compile", "recompile")
 ORDER = ("dispatch", "device", "sync", "loader", "allocation", "compile", "recompile", "gc", "unknown")
 REMEDIES = {
     "dispatch": "fewer and larger kernels (torch.compile, graphs) would help",
@@ -59,7 +64,7 @@ NO_LAUNCHES = Missing(
 def view(run: Run, selection: Selection) -> View:
     """Causes of idle time, host calls, short kernels and queues."""
     if context.is_cpu_only(run):
-        return View("CPU operations are not launched, so no GPU waits for the host.", missing=(NO_LAUNCHES,))
+        return _on_cpu(run, selection)
     where, by = selection.where(), list(selection.by or ("operation",))
     by_gpu = run.idle_causes(by="gpu", where=where)
     total = float(run.timeline(by="gpu", where=where)["total_us"].sum()) if len(run.kernels) else 0.0
@@ -68,22 +73,72 @@ def view(run: Run, selection: Selection) -> View:
         return View("No GPU was idle in this selection.", missing=missing)
     small = run.launches(by="gpu", where=where)
     narrowed = {k: v for k, v in where.items() if k in ("gpu", "step")}
-    calls = run.host_calls(where=narrowed)
+    calls = _calls(run, narrowed)
+    by_step = grouping.select(run.step_stalls(), narrowed)
+    n_steps = grouping.select(run.steps, narrowed).groupby("gpu")["step"].nunique()
+    windows = run.timeline(by=["gpu", "step"], where=narrowed).dropna(subset=["step"]).groupby("gpu")["total_us"].sum()
+    stalls = _per_step(by_step, n_steps, windows)
     queues = grouping.select(run.queues(), narrowed)
     path = run.path_shares(by=["gpu", "kind"], where={k: v for k, v in narrowed.items() if k == "step"})
     return View(
         _headline(by_gpu, total, small),
-        key_figures=_key_figures(by_gpu, total, small, queues),
-        figures={"by_gpu": _by_gpu(by_gpu), **({"queue": _queues(queues)} if len(queues) else {})},
+        key_figures=_key_figures(by_gpu, total, small, queues, stalls),
+        figures={
+            "by_gpu": _by_gpu(by_gpu),
+            **({"stalls": _stalls(by_step)} if by_step["idle_us"].sum() > 0 and by_step["step"].nunique() > 1 else {}),
+            **({"queue": _queues(queues)} if len(queues) else {}),
+        },
         tables={
             "causes": _causes_table(run.idle_causes(by=by, where=where), by),
-            **({"calls": _calls_table(calls)} if len(calls) else {}),
+            **({"stalls": _stalls_table(stalls)} if len(stalls) else {}),
+            **({"calls": _calls_table(calls, n_steps)} if len(calls) else {}),
+            **({"stall_steps": _stall_steps_table(by_step)} if len(by_step) else {}),
             **({"path": _path_table(path)} if len(path) else {}),
             "kernels": _kernels_table(run.launches(by=["gpu", "step"], where=where)),
             **({"queues": _queues_table(queues)} if len(queues) else {}),
         },
         definitions={LABELS[c]: DEFINITIONS[c] for c in ORDER if (by_gpu["cause"] == c).any()},
     )
+
+
+def _on_cpu(run: Run, selection: Selection) -> View:
+    """What the hosts did, without GPUs that could wait for them."""
+    narrowed = {k: v for k, v in selection.where().items() if k in ("gpu", "step")}
+    calls = run.host_calls(where=narrowed)
+    n_steps = grouping.select(run.steps, narrowed).groupby("gpu")["step"].nunique()
+    return View(
+        "CPU operations are not launched, so no GPU waits for the host.",
+        tables={"calls": _calls_table(calls, n_steps, on_gpu=False)} if len(calls) else {},
+        missing=(NO_LAUNCHES,),
+    )
+
+
+def _calls(run: Run, where: dict[str, object]) -> pd.DataFrame:
+    """`host_calls` with `at`, the kernel that ended the longest idle time that they caused, and middle_us: what waits
+    in the middle of a step caused."""
+    keys = ["gpu", "kind", "name"]
+    calls = run.host_calls(where=where).astype({"kind": object, "name": object})
+    found = grouping.select(run.stalls, where)
+    found = found.assign(middle=found["idle_ns"].where(host.in_the_middle(found), 0) / 1000).astype(
+        {"kind": object, "name": object})
+    found = found.sort_values("idle_ns", ascending=False, kind="stable")
+    extra = found.groupby(keys).agg(at=("at", "first"), middle_us=("middle", "sum")).reset_index()
+    return calls.merge(extra.astype({"gpu": calls["gpu"].dtype}), on=keys, how="left").fillna({"middle_us": 0.0})
+
+
+def _per_step(by_step: pd.DataFrame, n_steps: pd.Series, windows: pd.Series) -> pd.DataFrame:
+    """One row per gpu and kind of call: means over the steps, shares of their length (`windows`), the worst step and
+    where it is."""
+    rows = []
+    for (gpu, kind), own in by_step.groupby(["gpu", "kind"]):
+        n, worst = max(int(n_steps.get(gpu, 1)), 1), own.loc[own["idle_us"].idxmax()]
+        window = float(windows.get(gpu, 0.0))
+        rows.append((gpu, kind, own["n"].sum() / n, *(own[c].sum() / n for c in ("time_us", "uncovered_us", "idle_us")),
+                     own["uncovered_us"].sum() / window if window else np.nan,
+                     own["idle_us"].sum() / window if window else np.nan, worst["step"], worst["idle_us"], worst["at"]))
+    names = ["gpu", "kind", "n", "time_us", "uncovered_us", "idle_us", "uncovered_share", "idle_share", "worst",
+             "worst_us", "at"]
+    return pd.DataFrame(rows, columns=names).sort_values("idle_us", ascending=False, kind="stable", ignore_index=True)
 
 
 def _headline(by_gpu: pd.DataFrame, total: float, small: pd.DataFrame) -> str:
@@ -99,8 +154,8 @@ def _headline(by_gpu: pd.DataFrame, total: float, small: pd.DataFrame) -> str:
     return line
 
 
-def _key_figures(by_gpu: pd.DataFrame, total: float, small: pd.DataFrame,
-                 queues: pd.DataFrame) -> tuple[KeyFigure, ...]:
+def _key_figures(by_gpu: pd.DataFrame, total: float, small: pd.DataFrame, queues: pd.DataFrame,
+                 stalls: pd.DataFrame) -> tuple[KeyFigure, ...]:
     sums = by_gpu.groupby("cause")["idle_us"].sum().sort_values(ascending=False)
     n, time = int(small["n"].sum()), float(small["time_us"].sum())
     busiest = queues.sort_values("n").drop_duplicates(["gpu", "step"], keep="last") if len(queues) else queues
@@ -109,12 +164,49 @@ def _key_figures(by_gpu: pd.DataFrame, total: float, small: pd.DataFrame,
                   note=f"{text.share(sums.sum() / total)} of the time" if total else ""),
         *(KeyFigure(LABELS[c], float(v), "us", DEFINITIONS[c], color=COLORS[c],
                     note=f"{text.share(v / sums.sum())} of idle") for c, v in sums.head(3).items()),
+        *_data_stall(stalls),
         KeyFigure("Short kernels", small["n_short"].sum() / n if n else None, "share", DEFINITIONS["short"],
                   note=f"{text.share((small['short_time_share'] * small['time_us']).sum() / time)} of kernel time"
                   if time else ""),
         KeyFigure("Queue empty", float(busiest["empty_share"].mean()) if len(busiest) else None, "share",
                   DEFINITIONS["empty"] + " Of each step's busiest stream."),
     )
+
+
+def _data_stall(stalls: pd.DataFrame) -> tuple[KeyFigure, ...]:
+    loading = stalls[(stalls["kind"] == "loader") & stalls["uncovered_share"].notna()]
+    if not len(loading):
+        return ()
+    most = figures.largest(loading, "uncovered_share")
+    return (KeyFigure("Data stall", most["uncovered_share"], "share", DEFINITIONS["data_stall"],
+                      note=f"GPU {most['gpu']}: {text.duration(most['uncovered_us'])} a step", color=COLORS["loader"]),)
+
+
+def _stalls(by_step: pd.DataFrame) -> go.Figure:
+    """Of each step the GPU that its host kept idle longest, by what the host did."""
+    idle = by_step.pivot_table(index=["gpu", "step"], columns="kind", values="idle_us", aggfunc="sum").fillna(0.0)
+    worst = idle.sum(axis=1).groupby("step").idxmax()
+    shown = idle.loc[list(worst)].reset_index()
+    present = [k for k in STALLS if k in idle and (idle[k] > 0).any()]
+    unit, divisor = text.time_unit(float(shown[present].sum(axis=1).max()))
+    fig = figures.figure(
+        "Stalls, step by step",
+        "Idle time by the call that caused it, on the GPU that has most of it in each step.",
+        height=300,
+        barmode="stack",
+        legend=[figures.entry(k, DEFINITIONS[k]) for k in present],
+    )
+    for kind in present:
+        fig.add_trace(go.Bar(
+            x=shown["step"].astype("int64"), y=shown[kind] / divisor, name=LABELS[kind], showlegend=False,
+            marker={"color": COLORS[kind], "line": {"width": 0}},
+            hovertext=[f"<b>step {s}</b>, GPU {g}<br>{LABELS[kind]}: {text.duration(v)}<br>measured"
+                       for s, g, v in zip(shown["step"], shown["gpu"], shown[kind], strict=True)],
+            hovertemplate="%{hovertext}<extra></extra>",
+            customdata=[[json.dumps({"step": int(s)})] for s in shown["step"]]))
+    fig.update_layout(xaxis={"title": {"text": "step"}, "rangemode": "normal"},
+                      yaxis={"title": {"text": unit}, "rangemode": "tozero"})
+    return fig
 
 
 def _by_gpu(by_gpu: pd.DataFrame) -> go.Figure:
@@ -177,21 +269,77 @@ def _causes_table(rows: pd.DataFrame, by: list[str]) -> Table:
     )
 
 
-def _calls_table(rows: pd.DataFrame) -> Table:
+def _stalls_table(rows: pd.DataFrame) -> Table:
+    return Table(
+        "What keeps the GPU waiting in a step",
+        (
+            TableColumn("gpu", "GPU"),
+            TableColumn("kind", "What the host does", "text"),
+            TableColumn("n", "Calls a step", "", "Calls that began in a step, mean over the steps."),
+            TableColumn("time_us", "Time a step", "us", "Union of the calls, mean over the steps.", bar=True),
+            TableColumn("uncovered_us", "Not covered", "us", DEFINITIONS["uncovered"]),
+            TableColumn("uncovered_share", "Of the step", "share", DEFINITIONS["uncovered"] + " Of the steps' length."),
+            TableColumn("idle_us", "Idle a step", "us", DEFINITIONS["caused"], bar=True),
+            TableColumn("idle_share", "Idle of the step", "share", DEFINITIONS["caused"] + " Of the steps' length."),
+            TableColumn("worst", "Worst step"),
+            TableColumn("worst_us", "Idle there", "us", "Idle time that they caused in that step."),
+        ),
+        rows.assign(kind=[LABELS.get(k, k) for k in rows["kind"]], n=rows["n"].round(2)),
+        sort="idle_us",
+        link={"gpu": "gpu"},
+        note="A stall of every step is a cause to remove; one of a single step is an outlier (Stragglers tab).",
+        at="at",
+    )
+
+
+def _stall_steps_table(by_step: pd.DataFrame) -> Table:
+    """One row per gpu and step, a column per kind of call."""
+    idle = by_step.pivot_table(index=["gpu", "step"], columns="kind", values="idle_us", aggfunc="sum").fillna(0.0)
+    present = [k for k in STALLS if k in idle]
+    keys = ["gpu", "step"]
+    loading = by_step[by_step["kind"] == "loader"][[*keys, "time_us", "uncovered_share"]]
+    longest = by_step.sort_values("idle_us", ascending=False, kind="stable").drop_duplicates(keys)[[*keys, "at"]]
+    rows = idle.reset_index().merge(loading, on=keys, how="left").merge(longest, on=keys, how="left")
+    return Table(
+        "Idle time by step and what the host did",
+        (
+            TableColumn("gpu", "GPU"),
+            TableColumn("step", "Step"),
+            *(TableColumn(k, LABELS[k], "us", f"{DEFINITIONS[k]} {DEFINITIONS['caused']}", bar=True) for k in present),
+            *((TableColumn("time_us", "Loading", "us", "Union of the step's data loading."),
+               TableColumn("uncovered_share", "Data stall", "share",
+                           "Loading that no GPU work covers / length of the step.")) if len(loading) else ()),
+        ),
+        rows,
+        sort=max(present, key=lambda k: float(idle[k].sum())),
+        link={"step": "step"},
+        at="at",
+    )
+
+
+def _calls_table(rows: pd.DataFrame, n_steps: pd.Series, on_gpu: bool = True) -> Table:
+    n = rows["gpu"].map(n_steps).fillna(1).clip(lower=1)
+    waits = on_gpu and bool((rows["middle_us"] > 0).any())
     return Table(
         "What the host did",
         (
-            TableColumn("gpu", "GPU"),
+            TableColumn("gpu", "GPU" if on_gpu else "Process"),
             TableColumn("kind", "Kind", "text"),
             TableColumn("name", "Call or scope", "text"),
             TableColumn("n", "Count", "count", "Calls in the selection."),
             TableColumn("time_us", "Time", "us", "Σ duration of the calls.", bar=True),
+            TableColumn("step_us", "Time a step", "us", "Σ duration / number of steps."),
             TableColumn("longest_us", "Longest", "us", "Longest call."),
-            TableColumn("idle_us", "GPU idle", "us", DEFINITIONS["call_idle"], bar=True),
+            *((TableColumn("idle_us", "GPU idle meanwhile", "us", DEFINITIONS["call_idle"]),
+               TableColumn("caused_us", "Idle caused", "us", DEFINITIONS["caused"], bar=True),
+               TableColumn("caused_step_us", "Idle caused a step", "us", DEFINITIONS["caused"])) if on_gpu else ()),
+            *((TableColumn("middle_us", "In the middle of steps", "us", DEFINITIONS["middle"]),) if waits else ()),
         ),
-        rows,
-        sort="idle_us",
+        rows.assign(kind=[LABELS.get(k, k) for k in rows["kind"]], step_us=rows["time_us"] / n,
+                    caused_step_us=rows["caused_us"] / n),
+        sort="caused_us" if on_gpu else "time_us",
         link={"gpu": "gpu"},
+        at="at" if on_gpu else "",
     )
 
 

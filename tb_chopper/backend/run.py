@@ -340,8 +340,10 @@ class Run:
     @lazy
     def _pipelined(self) -> pd.DataFrame:
         ranks = {p.get("pp") for p in self._told_to_handler("parallel").values()}
+        world = self.workers["world_size"].max()
+        here = pd.isna(world) or self.workers["gpu"].nunique() >= int(world)
         return pipeline.actions(grouping.select(self.actions, {"capture": self._comparable[0]}), self._offsets_ns(),
-                                self._members(), ranks.pop() if len(ranks) == 1 else None)
+                                self._members(), ranks.pop() if len(ranks) == 1 else None, bool(here))
 
     def pipeline_actions(self, where: Where = None) -> pd.DataFrame:
         """What each stage of a pipeline did with each microbatch; see metrics.pipeline.actions."""
@@ -415,7 +417,16 @@ class Run:
 
     def what_if(self) -> pd.DataFrame:
         """The step time if a GPU, or all, were as fast as the median; see metrics.stragglers.what_if."""
-        return stragglers.what_if(self.own_times, self.imbalance())
+        return stragglers.what_if(self.own_times, self.imbalance(), self._remaining_wait_us)
+
+    def gain(self, gpus: Sequence[int]) -> stragglers.Gain:
+        """What a step would gain if these GPUs were as fast as the median of the others; see metrics.stragglers.gain.
+        """
+        return stragglers.gain(self.own_times, self.imbalance(), gpus, self._remaining_wait_us)
+
+    @lazy
+    def _remaining_wait_us(self) -> float:
+        return stragglers.remaining_wait(self._comparable_kernels, self.own_times, self.imbalance())
 
     def imbalance(self) -> pd.DataFrame:
         """Compute, clock, power and temperature of the GPUs side by side; see metrics.stragglers.imbalance."""

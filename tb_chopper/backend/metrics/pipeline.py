@@ -32,7 +32,7 @@ PASS = ["pipeline", "step", "turn"]
 """One step() of a schedule on all its ranks; with gradient accumulation a training step has several."""
 
 ACTION_COLUMNS = ("gpu", "pipeline", "position", "step", "turn", "kind", "stage", "microbatch", "start_ns", "end_ns",
-                  "busy_ns", "schedule")
+                  "busy_ns", "schedule", "ranks")
 
 Members = Mapping[int, Mapping[str, Sequence[int]]]
 """By gpu and name of a process group: its ranks."""
@@ -41,15 +41,15 @@ Members = Mapping[int, Mapping[str, Sequence[int]]]
 # ---- actions on one clock, and who is in which pipeline --------------------------------------------------------------
 
 def actions(table: pd.DataFrame, offset_ns: Mapping[int, int] | None = None, members: Members | None = None,
-            ranks: int | None = None) -> pd.DataFrame:
+            ranks: int | None = None, all_here: bool = True) -> pd.DataFrame:
     """One row per action that did work on the device within a step, ACTION_COLUMNS, in order of pipeline, step, turn,
     position and start.
 
     table: schema.ACTIONS. start_ns, end_ns: of its work, on the first host's clock (offset_ns: how far each gpu's runs
     ahead); turn: which step() of the schedule within the step, from 0; pipeline: which of several equal ones (data
     parallel), from 0; position: of the gpu in it, by its first stage. Who is in a pipeline is told by the process group
-    (`members`) that has one gpu of every position, else by order. `ranks`: of a pipeline, where it is known and the
-    actions do not name their stages.
+    (`members`) that has one gpu of every position, else by order. ranks: of a pipeline, missing where it is neither
+    told (`ranks`) nor every rank of the training is here (`all_here`).
     """
     known = table[table["step"].notna()].copy()
     known["turn"] = known.groupby(["gpu", "step", "kind", "stage", "microbatch"], observed=True).cumcount()
@@ -60,6 +60,8 @@ def actions(table: pd.DataFrame, offset_ns: Mapping[int, int] | None = None, mem
                          kind=known["kind"].astype(object), schedule=known["schedule"].astype(object))
     places = _places(known, members or {}, ranks)
     known = known.merge(places, on="gpu", how="left")
+    seen = places["position"].nunique() if all_here else None
+    known["ranks"] = pd.Series(ranks or seen, index=known.index, dtype="Int64")
     untold = known["stage"] < 0
     known.loc[untold, "stage"] = known.loc[untold, "position"]
     return known.sort_values([*PASS, "position", "start_ns"], kind="stable", ignore_index=True)[list(ACTION_COLUMNS)]
@@ -100,17 +102,19 @@ SHAPE_COLUMNS = (*PASS, "schedule", "told", "n_ranks", "n_stages", "virtual_stag
 def shapes(done: pd.DataFrame) -> pd.DataFrame:
     """One row per pass of `actions`; SHAPE_COLUMNS: schedule, recognised by the order of the actions on every rank
     (GPipe | 1F1B | interleaved | zero bubble | unknown), told (class in the schedule's scope, or null), n_ranks (of
-    the pipeline), n_stages, virtual_stages (per rank), microbatches, complete (every stage is here)."""
+    the pipeline), n_stages, virtual_stages (per rank), microbatches, complete (every stage is known to be here)."""
     rows = []
     for key, own in done.groupby(PASS, sort=True):
         told = next(iter(own["schedule"].dropna()), None)
         cls, stages = _told(told)
-        seen = own["stage"].nunique()
-        n_stages = max(stages or 0, int(own["stage"].max()) + 1)
         virtual = int(own.groupby("gpu")["stage"].nunique().max())
+        ranks = own["ranks"].iloc[0]
+        known = stages or (None if pd.isna(ranks) else int(ranks) * virtual)
+        n_stages = max(known or 0, int(own["stage"].max()) + 1)
+        complete = known is not None and own["stage"].nunique() == n_stages
         n_ranks = -(-n_stages // virtual)
         microbatches = int(own["microbatch"].nunique())
-        rows.append((*key, recognised(own, n_ranks), cls, n_ranks, n_stages, virtual, microbatches, seen == n_stages))
+        rows.append((*key, recognised(own, n_ranks), cls, n_ranks, n_stages, virtual, microbatches, complete))
     return pd.DataFrame(rows, columns=list(SHAPE_COLUMNS))
 
 

@@ -31,6 +31,7 @@ RULES: tuple[str, ...] = (
     "garbage_collection",
     "islands",
     "over_sharding",
+    "pipeline_bubble",
     "memory_limit",
     "memory_growth",
     "memory_imbalance",

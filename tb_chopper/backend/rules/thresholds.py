@@ -26,6 +26,8 @@ MANY_MESSAGES, SMALL_MESSAGES = 20, 0.03
 ISLANDS_SLOW, ISLANDS_SHARE = 0.40, 0.30
 """of the bandwidth inside an island, of the step: a group over several islands below the first, or whose exposed
 transfer is above the second, is worth a change of its shape (reference values of the field)"""
+PIPELINE_BUBBLE, PIPELINE_EXCESS, PIPELINE_LATE = 0.10, 0.03, 0.05
+"""of a step: the bubble of a pipeline below the first is usual; what unequal stages, and late messages, add to it"""
 
 MEMORY_FULL = 0.90
 """of the device at the peak of allocated memory: the next longer sequence may fail (reference value of the field)"""

@@ -35,6 +35,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     plan.add_argument("--virtual", type=int, metavar="V", help="stages per GPU where interleaved (default: 2)")
     plan.add_argument("--balanced", action="store_true",
                       help="stages of layers alone: without embedding, head and loss, that make two of them longer")
+    plan.add_argument("--batched", action="store_true",
+                      help="messages by batch_isend_irecv: their kernels do not tell what they are")
     faults = parser.add_argument_group("damage and noise, for tests")
     faults.add_argument("--drop", type=float, default=0.0, metavar="SHARE", help="share of counter dispatches missing")
     faults.add_argument("--reorder", type=float, default=0.0, metavar="SHARE",
@@ -64,8 +66,9 @@ def options(args: argparse.Namespace) -> Options:
         drop=args.drop, reorder=args.reorder, jitter=args.jitter, clock_skew_us=args.clock_skew, truncate=args.truncate,
         equal_gpus=args.equal_gpus, slow=dict(args.slow), late_loader=dict(args.late_loader),
         tensor=args.tensor, pipeline=args.pipeline, schedule=args.schedule, microbatches=args.microbatches,
-        virtual=args.virtual, balanced=args.balanced, late_every=args.late_every, stall=args.stall, storm=args.storm,
-        counter_columns=args.counter_columns, counter_steps=args.counter_steps,
+        virtual=args.virtual, balanced=args.balanced, batched=args.batched, late_every=args.late_every,
+        stall=args.stall, storm=args.storm, counter_columns=args.counter_columns,
+        counter_steps=args.counter_steps,
         code_object_names=args.code_object_names, compress=not args.no_compress)
 
 

@@ -177,6 +177,9 @@ class Plan:
     balanced: bool = False
     """stages of layers alone: no embedding, no head and no loss, which make the first and the last stage longer"""
 
+    batched: bool = False
+    """messages by batch_isend_irecv, as torch.distributed.pipelining sends them: their kernels tell no process group"""
+
     @property
     def is_default(self) -> bool:
         """FSDP over all ranks."""
@@ -274,7 +277,8 @@ class Config:
         name += f"_tp{plan.tensor}_pp{plan.pipeline}_dp{self.data}"
         if plan.pipeline == 1:
             return name
-        return f"{name}_{plan.schedule}_m{plan.microbatches}" + (f"_v{plan.virtual}" if plan.virtual > 1 else "")
+        name += f"_{plan.schedule}_m{plan.microbatches}" + (f"_v{plan.virtual}" if plan.virtual > 1 else "")
+        return name + "_batched" * plan.batched
 
 
 LLAMA3_8B = Model("llama3-8b", layers=32, dim=4096, hidden=14336, heads=32, kv_heads=8, head_dim=128, vocab=128_256)

@@ -75,7 +75,7 @@ def device_event(index: int, item: Item, config: Config, *, launched: bool = Tru
     correlation, start = mark("correlation", item.correlation), time("start", index)
     args = (_rocm_args if config.gpu.dialect == "rocm" else _cuda_args)(item, config, launched)
     args = args.replace(CORRELATION, f'"stream": {stream},      "correlation": {correlation}')
-    if item.collective is not None and launched:
+    if item.collective is not None and item.collective.told and launched:
         args += on_kernel(item.collective, config).replace(SEQ, mark("collective", item.collective.place))
     name, length = json.dumps(_device_name(item, config)), time("length", index)
     return (f'  {{\n    "ph": "X", "cat": "{category}", "name": {name}, "pid": {DEVICE}, "tid": {stream},\n'

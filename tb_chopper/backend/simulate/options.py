@@ -44,6 +44,8 @@ class Options:
     """stages per GPU of an interleaved pipeline; None: 2"""
     balanced: bool = False
     """stages of layers alone, without embedding, head and loss"""
+    batched: bool = False
+    """messages of a pipeline in batches, whose kernels tell no process group"""
     seed: int = 0
     drop: float = 0.0
     reorder: float = 0.0
@@ -109,7 +111,7 @@ def _configure(config: Config, options: Options) -> Config:
 def _plan(options: Options) -> Plan:
     if options.pipeline == 1:
         told = {"schedule": options.schedule, "microbatches": options.microbatches, "virtual": options.virtual,
-                "balanced": options.balanced or None}
+                "balanced": options.balanced or None, "batched": options.batched or None}
         for name, value in told.items():
             if value is not None:
                 raise InvalidSelection(f"{name} is of a pipeline: ask for one with --pipeline N")
@@ -118,7 +120,8 @@ def _plan(options: Options) -> Plan:
     interleaved = schedule == pipeline_schedule.INTERLEAVED
     return Plan(options.tensor, options.pipeline, schedule,
                 2 * options.pipeline if options.microbatches is None else options.microbatches,
-                (2 if interleaved else 1) if options.virtual is None else options.virtual, options.balanced)
+                (2 if interleaved else 1) if options.virtual is None else options.virtual, options.balanced,
+                options.batched)
 
 
 def _check_plan(config: Config) -> None:

@@ -180,7 +180,7 @@ class PipelineStep(TrainingStep):
         name, flow = action.kind.lower().split("_")
         flow = flow.upper()
         n = config.tokens * config.model.dim
-        message = Collective(name, n, n, n * BF16, group=plan.PIPELINE, flow=flow)
+        message = Collective(name, n, n, n * BF16, group=plan.PIPELINE, flow=flow, told=not self.plan.batched)
         peer = (self.place + (1 if message.to_next else -1)) % self.plan.pipeline
         arrow = "->" if name == "send" else "<-"
         deps = [record.last_compute] if record.last_compute >= 0 else []

@@ -300,12 +300,18 @@ class TrainingStep:
         comms = event_args.comms(collective, self.config, peer)
         name = kernel_names.collective(record.dialect, collective.name, collective.dtype)
         kernel = Kernel(name, "collective", bytes=collective.n_bytes, blocks=blocks, activity=0.06, api="ext")
+        waits = event_args.WAIT_CALLS[record.dialect]
         with (
             record.op(_CHANNELS[collective.name][0], args=buffers),
             record.op("record_param_comms", args=comms, collective=collective.place),
-            record.scope(annotation, args=buffers),
         ):
-            for call in event_args.WAIT_CALLS[record.dialect]:
+            if collective.told:
+                with record.scope(annotation, args=buffers):
+                    for call in waits:
+                        record.runtime(*call)
+                    return record.launch(kernel, stream, deps, collective)
+        with record.scope("nccl:coalesced"):  # the end of a batch launches its kernel, outside of its operators
+            for call in waits:
                 record.runtime(*call)
             return record.launch(kernel, stream, deps, collective)
 

@@ -67,6 +67,8 @@ class Collective(NamedTuple):
     """number by its counter in the step"""
     place: int = 0
     """occurrence in the step over all channels"""
+    told: bool = True
+    """the kernel carries what the operator was asked for"""
 
     @property
     def channel(self) -> str:

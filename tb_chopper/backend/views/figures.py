@@ -59,6 +59,12 @@ def rows_axis(labels: Sequence[str], limit: int = 34) -> dict[str, Any]:
     }
 
 
+def steps_axis(steps: pd.Series) -> dict[str, Any]:
+    """An x axis of step numbers: whole ones only."""
+    few = int(steps.max()) - int(steps.min()) < 16 if len(steps) else False
+    return {"title": {"text": "step"}, "rangemode": "normal", **({"dtick": 1} if few else {})}
+
+
 def bars(
     thing: str,
     y: Sequence[float],

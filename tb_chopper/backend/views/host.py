@@ -204,7 +204,7 @@ def _stalls(by_step: pd.DataFrame) -> go.Figure:
                        for s, g, v in zip(shown["step"], shown["gpu"], shown[kind], strict=True)],
             hovertemplate="%{hovertext}<extra></extra>",
             customdata=[[json.dumps({"step": int(s)})] for s in shown["step"]]))
-    fig.update_layout(xaxis={"title": {"text": "step"}, "rangemode": "normal"},
+    fig.update_layout(xaxis=figures.steps_axis(shown["step"]),
                       yaxis={"title": {"text": unit}, "rangemode": "tozero"})
     return fig
 
@@ -250,7 +250,7 @@ def _queues(queues: pd.DataFrame) -> go.Figure:
                        for s, stream, m, h, e in zip(own["step"], own["stream"], own["mean_length"],
                                                      own["max_length"], own["empty_share"], strict=True)],
             hovertemplate="%{hovertext}<extra></extra>"))
-    fig.update_layout(xaxis={"title": {"text": "step"}, "rangemode": "normal"},
+    fig.update_layout(xaxis=figures.steps_axis(busiest["step"]),
                       yaxis={"title": {"text": "launches"}, "rangemode": "tozero"})
     return fig
 

@@ -84,6 +84,7 @@ def by_gpu(rows: pd.DataFrame, definitions: dict[str, str]) -> go.Figure:
               if shown[t[1]].notna().any()]
     fig = figures.figure(
         "Largest amounts by GPU",
+        "As the driver counts: all processes, and what allocators only keep." if len(things) == 1 else
         "Reserved beyond allocated is held by the allocator: blocks of the wrong size, or kept for later."
         + (" Used beyond reserved is held by contexts, libraries and other processes." if things[0][0] == "used"
            else ""),
@@ -119,7 +120,7 @@ def floors(levels: pd.DataFrame, sampled: bool, definition: str) -> go.Figure:
             hovertext=[f"<b>GPU {gpu}</b>, step {s}<br>{size(float(v))}"
                        for s, v in zip(own["step"], own["floor_bytes"], strict=True)],
             hovertemplate="%{hovertext}<extra></extra>"))
-    fig.update_layout(xaxis={"title": {"text": "step"}, "rangemode": "normal"}, yaxis={"title": {"text": "GiB"}})
+    fig.update_layout(xaxis=figures.steps_axis(levels["step"]), yaxis={"title": {"text": "GiB"}})
     return fig
 
 

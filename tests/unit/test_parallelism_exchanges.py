@@ -75,7 +75,7 @@ def test_parts_of_the_exchanges_by_layer(run: Run):
     assert figure(view, "Tensor exchange, exposed") == pytest.approx(exposed / elapsed)
     assert figure(view, "Tensor exchange, transfer") == pytest.approx((exposed - 90) / elapsed)
     key = next(k for k in view.key_figures if k.label == "Tensor exchange, exposed")
-    assert key.note == "1.00 per layer and step"
+    assert key.note == "1 per layer and step"
     assert "waiting for late ranks" in view.headline
 
 

@@ -34,7 +34,7 @@ def group_islands(arrived: pd.DataFrame, each: pd.DataFrame, groups: pd.DataFram
     its hosts; n: collectives of the capture; busbw_gbs: over all its messages that are not latency-bound, in 10⁹
     bytes/s; within_gbs: the same over all groups inside one island, else REACHED of the links' peak, by within_source
     (measured | estimated); ratio; transfer_us and saved_us: exposed transfer of a GPU and step, and what of it would be
-    saved at within_gbs; mean over its GPUs and the steps.
+    saved at within_gbs (missing for groups inside one island); mean over its GPUs and the steps.
 
     arrived, each, groups: collectives.arrivals, collectives.collectives (one row per collective), process_groups;
     islands: alignment.topology.ISLANDS; hosts: by gpu; steps: those to take means over, else all of the collectives.
@@ -51,7 +51,8 @@ def group_islands(arrived: pd.DataFrame, each: pd.DataFrame, groups: pd.DataFram
     with np.errstate(divide="ignore", invalid="ignore"):
         busbw = np.where(took > 0, carried / took, np.nan) / 1e9
     out = out.assign(busbw_gbs=busbw, within_gbs=within, within_source=source, ratio=busbw / within)
-    times = transfer_times(arrived, dict(zip(out["group"], out["ratio"], strict=True)))
+    beyond = out["spans"].to_numpy(bool) | (out["n_hosts"] > 1).to_numpy()
+    times = transfer_times(arrived, dict(zip(out["group"], out["ratio"].where(beyond), strict=True)))
     wanted = times["step"].isin(list(steps)) if len(steps) else times["step"].notna()
     in_steps = times[wanted] if wanted.any() else times
     by_group = in_steps.groupby("group")

@@ -108,8 +108,8 @@ def _key_figures(layers: pd.DataFrame, roles: pd.DataFrame) -> tuple[KeyFigure, 
         waits = own["exposed_wait_us"].sum(min_count=1)
         transfer = None if pd.isna(waits) or share is None else share - waits / elapsed
         per_layer = own.loc[own["layer"].notna(), "n_per_step"].median()
-        note = f"{text.digits(per_layer)} per layer and step" if not pd.isna(per_layer) else \
-            f"{text.digits(row['n_per_step'])} per step" if not pd.isna(row["n_per_step"]) else ""
+        note = f"{per_layer:.3g} per layer and step" if not pd.isna(per_layer) else \
+            f"{row['n_per_step']:.3g} per step" if not pd.isna(row["n_per_step"]) else ""
         name = str(row["role"]).capitalize()
         out.append(KeyFigure(f"{name} exchange, exposed", share, "share", DEFINITIONS["share"], note=note,
                              source="measured" if share is not None else "unavailable", color=COLORS["communication"]))

@@ -112,15 +112,15 @@ def _groups(run: Run) -> Table:
 GROUPS = (
     TableColumn("group", "Group"),
     TableColumn("role", "Role"),
-    TableColumn("size", "Ranks", "count", "Ranks of the group."),
     TableColumn("gpus", "GPUs here", "text"),
-    TableColumn("n_hosts", "Hosts", "count", "Hosts that its GPUs here are on; 1 where the traces name none."),
     TableColumn("islands", "Islands", "text", DEFINITIONS["islands"]),
     TableColumn("spans", "Spans islands", "text", DEFINITIONS["spans"]),
     TableColumn("busbw_gbs", "Bus GB/s", "", DEFINITIONS["busbw"]),
     TableColumn("within_gbs", "GB/s inside", "", DEFINITIONS["within"]),
-    TableColumn("within_source", "Inside is", "text", "Whether that bandwidth is measured or estimated."),
     TableColumn("ratio", "Ratio", "share", DEFINITIONS["ratio"]),
     TableColumn("transfer_us", "Exposed transfer", "us", DEFINITIONS["transfer"], bar=True),
     TableColumn("saved_us", "Would be saved", "us", DEFINITIONS["saved"] + " Estimated.", bar=True),
+    TableColumn("n_hosts", "Hosts", "count", "Hosts that its GPUs here are on; 1 where the traces name none."),
+    TableColumn("size", "Ranks", "count", "Ranks of the group."),
+    TableColumn("within_source", "Inside is", "text", "Measured, or estimated from the peak of the links."),
 )

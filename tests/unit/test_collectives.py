@@ -182,6 +182,10 @@ def test_role_by_pattern():
     assert roles(many([("allreduce", "forward"), ("allreduce", "backward")] * 3)) == [("tensor", "pattern")]
     assert roles(many([("allreduce", "forward")])) == [("unknown", "unknown")]  # a metric that is averaged
     assert roles(many([("allgather", "forward"), ("reduce_scatter", "backward")])) == [("shard", "pattern")]
+    both = [("allgather", "forward"), ("reduce_scatter", "forward"), ("allgather", "backward"),
+            ("reduce_scatter", "backward")]
+    assert roles(many(both * 3)) == [("tensor", "pattern")]  # sequence parallel
+    assert roles(many(both)) == [("unknown", "unknown")]  # too few of a step for layers
     assert roles(many([("send", "forward"), ("recv", "backward")])) == [("pipeline", "pattern")]
 
 

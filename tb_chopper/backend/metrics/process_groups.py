@@ -29,9 +29,9 @@ CALLERS: dict[str, re.Pattern[str]] = {
 }
 """Scopes from which the collectives of a group are called."""
 FORWARD_SHARE = 0.25
-"""all-reduces of tensor parallelism stand in forward and backward alike; those of gradients only in backward"""
+"""reductions of tensor parallelism stand in forward and backward alike; those of gradients only in backward"""
 MANY = 4
-"""all-reduces of a step: fewer in forward may be a loss or a metric that is averaged"""
+"""reductions of a step: fewer in forward may be a loss or a metric that is averaged"""
 
 COLUMNS = ("group", "description", "role", "role_source", "size", "gpus", "n_collectives", "names")
 
@@ -97,12 +97,18 @@ def _of_pattern(rows: pd.DataFrame) -> str | None:
     gathers, reductions = share.get("all_gather", 0), share.get("reduce_scatter", 0)
     if gathers and reductions and gathers + reductions > 0.5:
         scatters = known.loc[known["name"] == "reduce_scatter", "phase"]
-        return "shard" if len(scatters) and (scatters != "forward").all() else None
+        if len(scatters) and (scatters != "forward").all():
+            return "shard"
+        return "tensor" if _in_layers(known, scatters) else None  # sequence parallel: what else scatters in forward?
     reduces = known.loc[known["name"] == "all_reduce", "phase"]
     if share.get("all_reduce", 0) > 0.5 and len(reduces):
-        forward = float((reduces == "forward").mean())
-        per_step = len(reduces) / len(known.drop_duplicates(["gpu", "step"]))
-        if forward >= FORWARD_SHARE and per_step >= MANY:
+        if _in_layers(known, reduces):
             return "tensor"
-        return "data" if forward < 0.1 else None
+        return "data" if (reduces == "forward").mean() < 0.1 else None
     return None
+
+
+def _in_layers(rows: pd.DataFrame, phases: pd.Series) -> bool:
+    """Whether so many of these reductions stand in forward as between the operations of layers."""
+    per_step = len(phases) / max(len(rows.drop_duplicates(["gpu", "step"])), 1)
+    return bool((phases == "forward").mean() >= FORWARD_SHARE) and per_step >= MANY

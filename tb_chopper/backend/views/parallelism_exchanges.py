@@ -63,7 +63,7 @@ def sections(run: Run, selection: Selection) -> tuple[
 def headline(run: Run, selection: Selection) -> str:
     """What the largest of these exchanges costs, in one sentence; "" where there is none."""
     layers = run.exchanges(("role", "layer"), selection.where())
-    inside = layers[layers["role"].isin(INSIDE)]
+    inside = _in_layers(layers[layers["role"].isin(INSIDE)])
     if not len(inside):
         return ""
     sums = inside.groupby("role")[["exposed_us", "exposed_wait_us", "elapsed_us"]].sum(min_count=1)
@@ -102,7 +102,7 @@ def _unknown(run: Run) -> tuple[Missing, ...]:
 def _key_figures(layers: pd.DataFrame, roles: pd.DataFrame) -> tuple[KeyFigure, ...]:
     out: list[KeyFigure] = []
     for row in roles[roles["role"].isin(INSIDE)].to_dict("records"):
-        own = layers[layers["role"] == row["role"]]
+        own = _in_layers(layers[layers["role"] == row["role"]])
         elapsed = own["elapsed_us"].sum()
         share = own["exposed_us"].sum() / elapsed if elapsed > 0 else None
         waits = own["exposed_wait_us"].sum(min_count=1)
@@ -119,6 +119,12 @@ def _key_figures(layers: pd.DataFrame, roles: pd.DataFrame) -> tuple[KeyFigure, 
         if not pd.isna(row["imbalance"]):
             out.append(KeyFigure(f"{name} imbalance", row["imbalance"], "factor", DEFINITIONS["imbalance"]))
     return tuple(out)
+
+
+def _in_layers(rows: pd.DataFrame) -> pd.DataFrame:
+    """The rows of layers; all, where no layer is known."""
+    known = rows["layer"].notna()
+    return rows[known] if known.any() else rows
 
 
 def _by_layer(layers: pd.DataFrame, alone: bool) -> go.Figure:

@@ -343,6 +343,19 @@ def test_communication_events_tell_group_and_peer(hybrid: Path):
     assert {e["name"] for e in events if str(e["name"]).startswith("nccl:send")} == {"nccl:send 1->0"}
 
 
+def test_kernels_of_batched_messages_tell_nothing(tmp_path: Path):
+    run = simulate(tmp_path, Options(pipeline=2, steps=1, dialect="cuda", batched=True))[0]
+    events = _trace(run, 0)["traceEvents"]
+    on_device = [e["args"] for e in events if e.get("cat") == "kernel" and "SendRecv" in e["name"]]
+    on_device = [a for a in on_device if "External id" in a]  # launched in the capture
+    calls = [e for e in events if e["name"] == "record_param_comms" and e["args"]["Collective name"] == "send"]
+    assert len(on_device) == 8 and not [a for a in on_device if "Collective name" in a or "Process Group Name" in a]
+    assert [e["args"]["Dst Rank"] for e in calls] == [1] * 4
+    ends = {e["ts"] + e["dur"] for e in calls}
+    coalesced = [e["ts"] for e in events if e["name"] == "nccl:coalesced" and e.get("cat") == "user_annotation"]
+    assert len(coalesced) == 8 and all(any(c > end for c in coalesced) for end in ends)
+
+
 def test_the_sidecar_tells_the_plan_and_the_share_of_the_rank(hybrid: Path):
     sidecars = [json.loads(p.read_text()) for p in sorted(hybrid.glob("*.chopper.json"))]
     assert all(s["training"]["parallel"] == {"pp": 2, "dp_shard": 2, "tp": 2} for s in sidecars)

@@ -41,6 +41,19 @@ OPTIMIZER = "optimizer update"
 ELEMENTWISE = "elementwise chain"
 PATTERNS = (ATTENTION, RESIDUAL_NORM, NORM, GATED, ROTARY, DROPOUT_ADD, CASTS, OPTIMIZER, ELEMENTWISE)
 
+REMEDIES = {
+    ATTENTION: "torch.nn.functional.scaled_dot_product_attention (FlashAttention)",
+    RESIDUAL_NORM: "torch.compile, or a fused residual-norm kernel (Liger, Apex, Transformer Engine)",
+    NORM: "torch.nn.functional.rms_norm or layer_norm instead of its pieces; torch.compile",
+    GATED: "torch.compile, or a fused SwiGLU (Liger)",
+    ROTARY: "torch.compile, or a fused rotary embedding (Liger, Apex)",
+    DROPOUT_ADD: "torch.compile; or no dropout, where the data is large",
+    CASTS: "keep one type: autocast around the whole model, parameters stored in bf16",
+    OPTIMIZER: "fused=True or foreach=True in the optimizer",
+    ELEMENTWISE: "torch.compile",
+}
+"""What runs the kernels of a pattern as one."""
+
 FUSED: dict[str, re.Pattern[str]] = {
     "attention": re.compile(r"flash|fmha|attn_[fb]wd|paged_attention", re.IGNORECASE),
     "torch.compile (Triton)": re.compile(r"^triton_"),

@@ -35,6 +35,11 @@ RULES: tuple[str, ...] = (
     "memory_limit",
     "memory_growth",
     "memory_imbalance",
+    "busy_not_efficient",
+    "low_precision",
+    "small_kernels",
+    "fusion",
+    "graph_breaks",
 )
 """Modules of this package. A diagnosis has the name of its rule as `code`."""
 

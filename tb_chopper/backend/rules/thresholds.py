@@ -36,3 +36,19 @@ MEMORY_UNEVEN, MEMORY_UNEVEN_OF_DEVICE = 1.10, 0.05
 TENSOR_SHARE, TENSOR_LINK = 0.20, 0.50
 """exposed transfer of the layers' time, bandwidth across hosts of the links' peak: tensor parallelism beyond the first,
 or below the second, is over-sharded (reference values of the field)"""
+
+BUSY, LOW_MFU, LOW_SM = 0.90, 0.30, 0.60
+"""GPU utilization above which a low MFU, or few SMs with work, is a matter of the kernels (reference values of the
+field)"""
+COVERED = 0.50
+"""of the time of kernels: an estimate that knows less of it says nothing about the whole"""
+LOW_PRECISION = 0.03
+"""of a step that fp32 products would be shorter in bf16"""
+SHORT_KERNELS, STORM = 0.50, 0.05
+"""of the kernels of a step below 10 µs, of a step that the GPU waits for the launches of these: a launch storm"""
+LAUNCH_NS = 100_000
+"""a longer gap before a kernel is not its launch: the host did something else"""
+FUSION = 0.05
+"""of a step that fused kernels would save"""
+GRAPH_BREAKS = 0.02
+"""of a step that the GPU is idle in graph breaks"""

@@ -132,7 +132,8 @@ def _headline(whole: dict[str, Any], groups: pd.DataFrame, by: list[str]) -> str
     if mfu is None and tensor is not None:
         found.append(f"{text.share(tensor)} of the GEMM time ran on matrix cores")
     line = f"The GPU was busy {text.share(whole['gpu_utilization'])} of the time"
-    line += f"; over all of it {' and '.join(filter(None, found))}." if any(found) else "; how well is not in the trace."
+    known = " and ".join(filter(None, found))
+    line += f"; over all of it {known}." if known else "; how well is not in the trace."
     part, column = ("SMs without work", "lost_us") if whole["lost_us"] >= whole["below_us"] else (
         "running below the peak", "below_us")
     total = float(whole["lost_us"] + whole["below_us"])
@@ -150,7 +151,8 @@ def _key_figures(whole: dict[str, Any], types: pd.DataFrame) -> tuple[KeyFigure,
                          source if value is not None else "unavailable", note, color=COLORS[ratio])
 
     def covers(column: str, what: str) -> str:
-        return f"{what} known for {text.share(whole[column])} of the kernel time" if whole[column] else "not in the trace"
+        covered = whole[column]
+        return f"{what} known for {text.share(covered)} of the kernel time" if covered else "not in the trace"
 
     mfu_note = {"model": "FLOPs told to the handler", "counted": covers("flop_known", "FLOPs"),
                 "unavailable": "no shapes or no peak"}[whole["mfu_source"]]

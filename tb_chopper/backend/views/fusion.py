@@ -33,17 +33,6 @@ DEFINITIONS = {
     "between": "Kernels of the forward phase launched between two regions: code that is not compiled.",
     "variants": "Compiled versions of all code objects: more than one of a code object are recompilations.",
 }
-REMEDIES = {
-    fusion.ATTENTION: "torch.nn.functional.scaled_dot_product_attention (FlashAttention)",
-    fusion.RESIDUAL_NORM: "torch.compile, or a fused residual-norm kernel (Liger, Apex, Transformer Engine)",
-    fusion.NORM: "torch.nn.functional.rms_norm or layer_norm instead of its pieces; torch.compile",
-    fusion.GATED: "torch.compile, or a fused SwiGLU (Liger)",
-    fusion.ROTARY: "torch.compile, or a fused rotary embedding (Liger, Apex)",
-    fusion.DROPOUT_ADD: "torch.compile; or no dropout, where the data is large",
-    fusion.CASTS: "keep one type: autocast around the whole model, parameters stored in bf16",
-    fusion.OPTIMIZER: "fused=True or foreach=True in the optimizer",
-    fusion.ELEMENTWISE: "torch.compile",
-}
 SHAPES = Missing(
     "What fusion would save",
     "The bytes of a kernel are those of its operator's recorded shapes, which this trace does not hold.",
@@ -99,7 +88,8 @@ def _headline(patterns: pd.DataFrame, fused: pd.DataFrame, breaks: pd.DataFrame,
         first = patterns.iloc[0]
         line = (f"Fusing {text.count(int(patterns['n'].sum()), 'run')} of memory-bound kernels would save about "
                 f"{text.duration(saved)} ({text.share(saved / step_us if step_us else None)}) of a step; most of it is "
-                f"{first['pattern']} ({text.duration(first['per_step_us'])}): {REMEDIES[str(first['pattern'])]}.")
+                f"{first['pattern']} ({text.duration(first['per_step_us'])}): "
+                f"{fusion.REMEDIES[str(first['pattern'])]}.")
     elif len(patterns):
         time = text.duration(float(patterns["time_us"].sum()))
         line = (f"{text.count(int(patterns['n'].sum()), 'run')} of memory-bound kernels ({time}) could be fused; what "
@@ -199,7 +189,8 @@ def _chains_table(chains: pd.DataFrame) -> Table:
             *NUMBERS,
             TableColumn("remedy", "What fuses it", "text", "What would run these kernels as one."),
         ),
-        _named(rows, ["pattern", "operations", "phase"]).assign(remedy=[REMEDIES[str(p)] for p in rows["pattern"]]),
+        _named(rows, ["pattern", "operations", "phase"]).assign(
+            remedy=[fusion.REMEDIES[str(p)] for p in rows["pattern"]]),
         sort="per_step_us" if rows["saved_us"].sum() > 0 else "time_us",
         note=f"The {MAX_CHAINS} that save most of {len(chains):,}." if len(chains) > len(rows) else "",
         at="at",

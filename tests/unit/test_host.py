@@ -198,7 +198,8 @@ def test_what_recurs(values, usual):
 def test_the_late_gpu_and_the_most_idle_one_of_each_step():
     late = host.recurring(*stalled({0: [0, 5, 5, 5], 1: [0, 105, 105, 105], 2: [0, 5, 5, 5]}), first=False)
     assert late is not None and (late.gpu, late.excess_us, late.us) == (1, 100, 105)
-    assert late.steps == (1, 2, 3)
+    assert late.by_step.to_dict() == {1: 105, 2: 105, 3: 105}
+    assert late.excess_by_step.to_dict() == {1: 100, 2: 100, 3: 100}
     turns = host.recurring(*stalled({0: [60, 0, 0, 60, 0, 0], 1: [0, 60, 0, 0, 60, 0], 2: [0, 0, 60, 0, 0, 60]}))
     assert turns is not None and turns.us == 60 and turns.excess_us < 30
 

@@ -60,6 +60,16 @@ def test_a_late_loader_of_one_rank(tmp_path: Path):
     assert {f.code for f in rules.diagnose(run)} & MINE == {"data_stall"}
 
 
+def test_a_loader_that_is_late_in_every_third_step(tmp_path: Path):
+    """60 in steps 3 and 6 of 1 to 6: 20 per step."""
+    late = run_of(tmp_path, lambda t, rank, n, at: t.annotation(LOADER, at + 902, 60 if n % 3 == 2 else 0) and None,
+                  steps=7)
+    found = only(data_stall.rule(late))
+    evidence = {e.label: e.value for e in found.evidence}
+    assert found.gain_ms == pytest.approx(0.020) and found.steps == (3, 6)
+    assert evidence["steps with it"] == "2 of 6" and evidence["idle in such a step"] == pytest.approx(60)
+
+
 def test_loaders_of_all_ranks(tmp_path: Path):
     found = only(data_stall.rule(run_of(tmp_path, loader({0: 40, 1: 45}))))
     assert found.gain_ms == pytest.approx(0.045)

@@ -301,13 +301,15 @@ ONCE = 2.0
 
 class Recurring(NamedTuple):
     """What idle time costs in every step. us: of a step on its most idle GPU; gpu and excess_us: the GPU that has most
-    more than the median of the others, and how much of it; per_gpu: of each GPU, µs per step; steps: those measured."""
+    more than the median of the others, and how much of it; per_gpu: of each GPU, µs per step; by_step: µs of the most
+    idle GPU, excess_by_step: of `gpu` beyond the others, of each step that was measured."""
 
     us: float
     gpu: int
     excess_us: float
     per_gpu: pd.Series
-    steps: tuple[int, ...]
+    by_step: pd.Series
+    excess_by_step: pd.Series
 
 
 def recurring(stalled: pd.DataFrame, steps: pd.DataFrame, first: bool = True) -> Recurring | None:
@@ -327,12 +329,10 @@ def recurring(stalled: pd.DataFrame, steps: pd.DataFrame, first: bool = True) ->
     if len(table) < 2:
         return None
     per_gpu = table.apply(lambda c: _usual(c.dropna().to_numpy()))
-    late, excess = int(table.columns[0]), 0.0
-    if table.shape[1] > 1:
-        more = {int(g): _usual((table[g] - table.drop(columns=g).median(axis=1)).fillna(0.0).to_numpy()) for g in table}
-        late = max(more, key=lambda g: more[g])
-        excess = more[late]
-    return Recurring(_usual(table.max(axis=1).to_numpy()), late, excess, per_gpu, tuple(map(int, table.index)))
+    by_step = table.max(axis=1)
+    more = {int(g): (table[g] - table.drop(columns=g).median(axis=1)).fillna(0.0) for g in table}
+    late = max(more, key=lambda g: _usual(more[g].to_numpy()))
+    return Recurring(_usual(by_step.to_numpy()), late, _usual(more[late].to_numpy()), per_gpu, by_step, more[late])
 
 
 def _usual(values: np.ndarray) -> float:

@@ -20,7 +20,8 @@ HOW_ALL = ("idle time of a step that these calls cause on the GPU that has most 
 
 
 class Stall(NamedTuple):
-    """Idle time that comes back. gain_ms: per step; alone: only `gpu` has it, so that the others wait for that one."""
+    """Idle time that comes back. gain_ms: per step; alone: only `gpu` has it, so that the others wait for that one;
+    by_step: µs of each step that was measured."""
 
     gain_ms: float
     step_ms: float
@@ -29,7 +30,7 @@ class Stall(NamedTuple):
     names: list[str]
     at: str
     rows: pd.DataFrame
-    steps: tuple[int, ...]
+    by_step: pd.Series
 
     @property
     def where(self) -> str:
@@ -48,11 +49,22 @@ class Stall(NamedTuple):
         """`30 ms of a step, 12 %`."""
         return f"{self.gain_ms:.3g} ms per step, {self.gain_ms / self.step_ms:.1%} of it"
 
+    @property
+    def hit(self) -> pd.Series:
+        """The steps that have it: at least half as much as the one that has most."""
+        return self.by_step[self.by_step >= self.by_step.max() / 2]
+
+    @property
+    def steps(self) -> tuple[int, ...]:
+        return tuple(map(int, self.hit.index))
+
     def evidence(self) -> tuple[Evidence, ...]:
-        """Idle time per step, the names that cause most of it, and how often."""
-        n = len(self.rows) / max(len(self.steps) * len(self.gpus), 1)
+        """Idle time per step, in how many steps, and the names that cause most of it."""
+        n = len(self.rows) / max(len(self.by_step) * len(self.gpus), 1)
         return (Evidence("idle per step", self.gain_ms * 1000, "us"),
                 Evidence("of the step", self.gain_ms / self.step_ms, "share"),
+                Evidence("steps with it", f"{len(self.hit)} of {len(self.by_step)}"),
+                Evidence("idle in such a step", float(self.hit.mean()), "us"),
                 Evidence("calls", ", ".join(self.names[:3]), "text"),
                 Evidence("calls per GPU and step", round(n, 1)))
 
@@ -73,4 +85,5 @@ def find(run: Run, stalled: pd.DataFrame, first: bool = True) -> Stall | None:
     gpu = cost.gpu if alone else int(cost.per_gpu.idxmax())
     by_name = rows.groupby(rows["name"].astype(str))["idle_ns"].sum().sort_values(ascending=False)
     longest = rows.loc[rows["idle_ns"].astype("int64").idxmax()]
-    return Stall(gain, step, gpu, alone, list(by_name.index), str(longest["at"]), rows, cost.steps)
+    return Stall(gain, step, gpu, alone, list(by_name.index), str(longest["at"]), rows,
+                 cost.excess_by_step if alone else cost.by_step)

@@ -117,6 +117,31 @@ def test_one_rank_alone(tmp_path: Path):
     assert topology.sections(one, Selection()) == ({}, {}, ())
 
 
+def test_ring_attention(tmp_path: Path):
+    """Keys and values go round by send and recv beside the attention: no rank's half tells a wait."""
+    for rank in range(2):
+        trace = TraceBuilder(rank=rank, world_size=2)
+        for step in range(STEPS):
+            at = STEP * step
+            trace.step(step, at, STEP - 5)
+            trace.annotation("chopper::layers.0", at + 5, 200)
+            trace.op("aten::_scaled_dot_product_flash_attention", at + 8, 20, seq=step)
+            trace.launch("flash_fwd_kernel", at + 10, at + 30, 100, call=1)
+            for i, half in enumerate(("send", "recv")):
+                trace.op(f"nccl:{half}", at + 12 + 3 * i, 2)
+                trace.collective("ncclDevKernel_SendRecv(x)", at + 12 + 3 * i, at + 40, 120, call=1, stream=20 + i, **{
+                    "Collective name": half, "Process Group Name": "4", "Process Group Description": "mesh_cp",
+                    "Group size": 2, "Seq": 2 * step + i})
+        trace.write(tmp_path / f"rank{rank}.pt.trace.json")
+    view = tb_chopper.open_run(tmp_path).view("parallelism")
+    rows = view.tables["exchanges"].rows
+    assert rows[["role", "layer", "n_per_step"]].to_numpy().tolist() == [["context", "layers.0", 2]]
+    assert rows["exposed_us"].tolist() == [2 * 2 * STEPS * 30]  # 120 of which 90 lie under the attention
+    assert figure(view, "Context exchange, transfer") is None
+    assert parallelism_exchanges.HALVES in view.missing
+    assert parallelism_exchanges.OTHER_RANKS not in view.missing
+
+
 def test_views_can_travel(run: Run):
     for name in ("parallelism", "collectives"):
         json.dumps(run.view(name).as_dict(), allow_nan=False)

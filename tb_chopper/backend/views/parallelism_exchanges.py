@@ -50,14 +50,16 @@ def sections(run: Run, selection: Selection) -> tuple[
         return (), {}, {}, _unknown(run) if (layers["role"] == "unknown").any() else ()
     groups = run.exchanges(("role", "group", "name"), where)
     groups = groups[groups["role"].isin(INSIDE)]
-    alone = inside["exposed_wait_us"].isna().all()
+    no_waits = bool(inside["exposed_wait_us"].isna().all())
+    alone = run.arrivals(where)["gpu"].nunique() == 1
     tables = {
         "exchanges": Table("Exchanges by layer", (*LAYER, *MEASURES), inside, sort="exposed_us"),
         "exchange_groups": Table("Exchanges by group", (*GROUP, *MEASURES), groups, sort="exposed_us"),
     }
     no_layers = inside["layer"].isna().all() and not context.is_cpu_only(run)
-    missing = (*((NO_LAYERS,) if no_layers else ()), *((OTHER_RANKS,) if alone else ()))
-    return _key_figures(inside, run.exchanges("role", where)), {"exchanges": _by_layer(inside, alone)}, tables, missing
+    missing = (*((NO_LAYERS,) if no_layers else ()), *((OTHER_RANKS if alone else HALVES,) if no_waits else ()))
+    drawn = {"exchanges": _by_layer(inside, no_waits)}
+    return _key_figures(inside, run.exchanges("role", where)), drawn, tables, missing
 
 
 def headline(run: Run, selection: Selection) -> str:
@@ -86,6 +88,12 @@ OTHER_RANKS = Missing(
     "Waiting inside the exchanges",
     "One rank alone is here. Its kernels wait for others inside, and only the others' traces say how long.",
     "chopper_trace_handler on every rank, all writing to one directory",
+)
+
+
+HALVES = Missing(
+    "Waiting inside the exchanges",
+    "Sends and receives are one rank's half of a transfer: none of them tells how long it waited for the other.",
 )
 
 
@@ -127,7 +135,7 @@ def _in_layers(rows: pd.DataFrame) -> pd.DataFrame:
     return rows[known] if known.any() else rows
 
 
-def _by_layer(layers: pd.DataFrame, alone: bool) -> go.Figure:
+def _by_layer(layers: pd.DataFrame, no_waits: bool) -> go.Figure:
     rows = figures.most(layers, "duration_us")
     unit, divisor = text.time_unit(rows["duration_us"].max())
     several = rows["role"].nunique() > 1
@@ -136,16 +144,16 @@ def _by_layer(layers: pd.DataFrame, alone: bool) -> go.Figure:
     waiting = rows["exposed_wait_us"].fillna(0)
     values = {"waiting": waiting, "communication": rows["exposed_us"] - waiting,
               "hidden_communication": rows["duration_us"] - rows["exposed_us"]}
-    transfer = LABELS["communication"] if alone else "Exposed transfer"
+    transfer = LABELS["communication"] if no_waits else "Exposed transfer"
     more = f" The {len(rows)} longest of {len(layers)}." if len(rows) < len(layers) else ""
     roles = " and ".join(dict.fromkeys(layers["role"]))
     fig = figures.figure(
         "Exchanges by layer", f"Communication of {roles} parallelism, all GPUs and steps of the selection.{more}",
         height=figures.height_of(len(rows)), wide=True, barmode="stack",
-        legend=[*([] if alone else [figures.entry("waiting", DEFINITIONS["waiting"])]),
-                figures.entry("communication", DEFINITIONS["transfer"], label=transfer),
+        legend=[*([] if no_waits else [figures.entry("waiting", DEFINITIONS["waiting"])]),
+                figures.entry("communication", DEFINITIONS["exposed" if no_waits else "transfer"], label=transfer),
                 figures.entry("hidden_communication", DEFINITIONS["hidden"])])
-    for part in PARTS[1:] if alone else PARTS:
+    for part in PARTS[1:] if no_waits else PARTS:
         name = transfer if part == "communication" else LABELS[part]
         fig.add_trace(figures.bars(
             part, range(len(rows)), values[part].tolist(), divisor, name=name,

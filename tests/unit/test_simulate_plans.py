@@ -317,6 +317,14 @@ def _trace(run: Path, rank: int) -> dict[str, Any]:
     return document
 
 
+@pytest.mark.torch
+def test_torch_validates_the_traces(hybrid: Path, pipelined: Path):
+    validator = pytest.importorskip("torch.profiler._trace_validator")
+    for trace in [*hybrid.glob("*.pt.trace.json.gz"), *pipelined.glob("*.pt.trace.json.gz")]:
+        passed, violations = validator.validate_trace(str(trace))
+        assert passed, violations
+
+
 def test_a_trace_tells_its_process_groups(hybrid: Path):
     told = _trace(hybrid, 5)["distributedInfo"]
     assert told["pg_count"] == 4

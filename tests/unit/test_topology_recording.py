@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -62,3 +64,13 @@ def test_nothing_of_the_environment_is_kept(tools: Path, tmp_path: Path):
     tool(tools, "rocm-smi", "echo links")
     topology.record(tmp_path, "node0").join()
     assert "hunter2" not in "".join(p.read_text() for p in tmp_path.glob("*.topology.txt"))
+
+
+def test_a_sampler_writes_it_beside_its_log(tools: Path, tmp_path: Path):
+    tool(tools, "amd-smi", "echo LINK TYPE TABLE:")
+    out = tmp_path / "run"
+    subprocess.run([sys.executable, "-m", "torch_ext.sampler", "--out", str(out), "--seconds", "1"], check=True,
+                   cwd=Path(topology.__file__).parents[1], timeout=60)
+    (written,) = out.glob("*.topology.txt")
+    assert written.read_text() == "LINK TYPE TABLE:\n"
+    assert (out / written.name.replace(".topology.txt", ".telemetry.csv")).is_file()

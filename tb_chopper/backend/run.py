@@ -53,6 +53,7 @@ from tb_chopper.backend.metrics import (
     topology,
 )
 from tb_chopper.backend.metrics.grouping import By, Where
+from tb_chopper.backend.metrics.stragglers import Gain
 from tb_chopper.backend.readers import memory_snapshot, telemetry_logs
 from tb_chopper.backend.readers import topology as topology_files
 from tb_chopper.backend.readers.counter_files import CounterRun
@@ -419,7 +420,7 @@ class Run:
         """The step time if a GPU, or all, were as fast as the median; see metrics.stragglers.what_if."""
         return stragglers.what_if(self.own_times, self.imbalance(), self._remaining_wait_us)
 
-    def gain(self, gpus: Sequence[int]) -> stragglers.Gain:
+    def gain(self, gpus: Sequence[int]) -> Gain:
         """What a step would gain if these GPUs were as fast as the median of the others; see metrics.stragglers.gain.
         """
         return stragglers.gain(self.own_times, self.imbalance(), gpus, self._remaining_wait_us)

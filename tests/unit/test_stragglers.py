@@ -73,9 +73,14 @@ def own(**per_gpu: list[float]) -> pd.DataFrame:
         for g, values in per_gpu.items() for s, v in enumerate(values)])
 
 
-def equal(n: int, slowness: dict[int, float] | None = None) -> pd.DataFrame:
-    return pd.DataFrame({"gpu": range(n), "compute_us": 100.0,
-                         "slowness": [(slowness or {}).get(g, 1.0) for g in range(n)]})
+def equal(n: int, **columns: dict[int, float]) -> pd.DataFrame:
+    """`imbalance` of n equal GPUs that compute 100 µs, but for some values: `slowness={1: 1.25}`."""
+    usual = {"compute_us": 100.0, "load_excess_us": 0.0, "overlap_us": 0.0, "slowness": 1.0, "clock_mhz": np.nan,
+             "power_share": np.nan}
+    table = pd.DataFrame({"gpu": range(n), **usual, "explained_by": None})
+    for column, values in columns.items():
+        table.loc[list(values), column] = list(values.values())
+    return table
 
 
 def test_the_slowest_gpu_costs_what_it_has_more_than_the_next():
@@ -88,13 +93,49 @@ def test_the_slowest_gpu_costs_what_it_has_more_than_the_next():
 
 
 def test_two_equally_slow_gpus_cost_nothing_alone():
-    table = stragglers.what_if(own(g0=[100], g1=[150], g2=[150], g3=[100], g4=[100]), equal(5))
+    times = own(g0=[100], g1=[150], g2=[150], g3=[100], g4=[100])
+    table = stragglers.what_if(times, equal(5))
     assert table["gain_us"].tolist() == [0, 0, 0, 0, 0, 50]
+    assert stragglers.gain(times, equal(5), [1, 2]) == (50, 50)
+    assert stragglers.gain(times, equal(5), [1]) == (0, 0)
 
 
-def test_what_slowness_could_cost_at_most():
-    table = stragglers.what_if(own(g0=[100], g1=[110], g2=[100]), equal(3, {1: 1.25})).set_index("gpu")
-    assert table.loc[1, ["gain_us", "gain_at_most_us"]].tolist() == [10, pytest.approx(20)]  # 100 · (1 − 1 / 1.25)
+def test_half_of_the_gpus_slow():
+    """As fast as the median of the others, not of all."""
+    assert stragglers.gain(own(g0=[100], g1=[150], g2=[150], g3=[102]), equal(4), [1, 2]) == (48, 48)
+
+
+def test_contention_by_waiting_ends_with_the_waiting():
+    """The fast GPUs need 100 µs for what takes 125 µs on the slow one; 50 µs of collectives beside it make it 110."""
+    gpus = equal(3, slowness={1: 1.25}, compute_us={0: 110, 1: 125, 2: 110}, overlap_us={0: 50, 2: 50})
+    assert stragglers.gain(own(g0=[115], g1=[130], g2=[115]), gpus, [1]).us == pytest.approx(25)  # to 105, not 115
+
+
+def test_contention_by_transfers_stays():
+    """A collective adds a fifth of its time to what runs beside it, on the slow GPU (125 + 5) as on the fast (100)."""
+    gpus = equal(3, slowness={1: 1.25}, compute_us={0: 115, 1: 130, 2: 115}, overlap_us={0: 75, 1: 25, 2: 75})
+    assert stragglers.gain(own(g0=[120], g1=[135], g2=[120]), gpus, [1]).us == pytest.approx(25)
+
+
+def test_other_kernels_are_no_contention():
+    gpus = equal(3, compute_us={1: 130}, load_excess_us={1: 30})
+    assert stragglers.gain(own(g0=[100], g1=[130], g2=[100]), gpus, [1]) == (30, 30)
+
+
+def test_at_the_power_cap_the_fast_gpus_slow_down_when_they_wait_less():
+    """Their energy, the square of the clock, is spent in a shorter step: T' f² = T and T' = 100 / f."""
+    columns = {"slowness": {1: 1.25}, "compute_us": {1: 125}, "clock_mhz": {0: 2000, 1: 1600, 2: 2000}}
+    times = own(g0=[100], g1=[125], g2=[100])
+    capped = stragglers.gain(times, equal(3, **columns, power_share=dict.fromkeys(range(3), 1.0)), [1])
+    assert capped == (pytest.approx(125 - 100 * 1.25 ** (1 / 3), abs=1e-3), pytest.approx(25))
+    below = stragglers.gain(times, equal(3, **columns, power_share=dict.fromkeys(range(3), 0.5)), [1])
+    assert below == (pytest.approx(25), pytest.approx(25))
+
+
+def test_waiting_among_equals_remains():
+    times = own(g0=[100], g1=[150], g2=[102], g3=[100])
+    assert stragglers.gain(times, equal(4), [1], remaining_wait_us=3.0) == (45, 45)
+    assert stragglers.gain(times, equal(4), [0], remaining_wait_us=3.0) == (0, 0)
 
 
 def test_nothing_to_compare():

@@ -7,12 +7,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
 
-from tb_chopper.backend.metrics import grouping
+from tb_chopper.backend.metrics import collectives, grouping
 from tb_chopper.backend.metrics.throughput import iterations
 from tb_chopper.backend.metrics.timeline import exclusive, timeline
 
@@ -82,57 +83,150 @@ def own_times(arrived: pd.DataFrame, steps: pd.DataFrame) -> pd.DataFrame:
 
 
 WHAT_IF_COLUMNS = ("gpu", "own_us", "step_us", "what_if_us", "gain_us", "gain_at_most_us", "gain_share")
+AT_THE_CAP = 0.9
+"""a GPU whose mean power is this share of its cap, or more, is at its cap as far as the work lets it"""
 
 
-def what_if(own: pd.DataFrame, gpus: pd.DataFrame) -> pd.DataFrame:
+class Gain(NamedTuple):
+    """µs of a step: likely, and at most."""
+
+    us: float
+    at_most_us: float
+
+
+def what_if(own: pd.DataFrame, gpus: pd.DataFrame, remaining_wait_us: float = np.nan) -> pd.DataFrame:
     """What each GPU costs: one row per gpu and a last one (gpu missing) for all of them; WHAT_IF_COLUMNS.
 
-    own: of `own_times`; gpus: of `imbalance`. step_us: time of a step on its slowest GPU; what_if_us = step_us −
-    gain_us: if this GPU (or every one) were as fast as the median; gain_share: of step_us. Medians, estimated:
-
-        gain         = largest own time − what remains the largest           at least this
-        gain_at_most = compute time · (1 − slowness that remains / slowness)   of the slowest GPU
-
-    Collectives that wait for the slowest GPU slow the computation of the others, which their own time includes, so the
-    first is too small where much is overlapped; the second takes it that the others' clocks would not change, though
-    GPUs at their power limit run faster while they wait.
+    own: of `own_times`; gpus: of `imbalance`; remaining_wait_us: of `remaining_wait`. step_us: time of a step on its
+    slowest GPU; what_if_us = step_us − gain_us: if this GPU (or every one) were as fast as the median of the others;
+    gain_share: of step_us. Estimated by `gain`.
     """
     table = own.pivot_table(index="step", columns="gpu", values="own_us").dropna()
     if table.shape[1] < 2 or not len(table):
         return pd.DataFrame(columns=list(WHAT_IF_COLUMNS))
     step = float(own.groupby("step")["time_us"].max().reindex(table.index).median())
-    slow = gpus.set_index("gpu")["slowness"].reindex(table.columns)
-    compute = gpus.set_index("gpu")["compute_us"].reindex(table.columns)
-    largest = table.max(axis=1)
     rows = []
     for gpu in [*table.columns, None]:
-        faster = [gpu] if gpu is not None else list(table.columns)
-        remains = _as_median(table, faster).max(axis=1)
-        gain = float((largest - remains).median())
-        slow_after = _as_median(slow.to_frame().T, faster).max(axis=1).iloc[0]
-        most = float(compute[slow.idxmax()] * (1 - slow_after / slow.max())) if slow.notna().all() else gain
-        rows.append((gpu, float(table[gpu].median()) if gpu is not None else np.nan, step, step - gain, gain,
-                     max(most, gain), gain / step))
+        found = gain(own, gpus, list(table.columns) if gpu is None else [gpu], remaining_wait_us)
+        rows.append((gpu, float(table[gpu].median()) if gpu is not None else np.nan, step, step - found.us, *found,
+                     found.us / step))
     return pd.DataFrame(rows, columns=list(WHAT_IF_COLUMNS)).astype({"gpu": "Int64"})
 
 
-def _as_median(table: pd.DataFrame, gpus: list[int]) -> pd.DataFrame:
-    """`table` (a column per gpu) with these gpus no worse than the median of each row."""
-    median = table.median(axis=1)
-    return table.apply(lambda c: np.minimum(c, median) if c.name in gpus else c)
+def gain(own: pd.DataFrame, gpus: pd.DataFrame, faster: Sequence[int], remaining_wait_us: float = np.nan) -> Gain:
+    """What a step would gain if the GPUs `faster` were as fast as the median of the others (of all, where all are).
+
+        gain = largest own time − what remains the largest + waiting of the slowest − waiting that remains
+
+    The collectives that wait for the slowest GPU, s, slow the computation of the others beside them. That contention
+    is taken out of the own times of the others: a GPU whose kernels run `r` times as fast as those of s would compute
+
+        clean = (C − b · O) / r + b · O        C, O: compute time of s, and the part of it beside communication
+        b = (c − C / r) / (o − O / r)          what communication adds to a kernel; c, o: the same of the other GPU
+
+    where the kernels are those that both run. `us` also takes it that the others draw more power once they wait less,
+    up to their cap; where that does not suffice, their clock falls, power of the cores going with its third power.
+    Without sampled power, and in `at_most_us`, clocks stay as they are.
+    """
+    table = own.pivot_table(index="step", columns="gpu", values="own_us").dropna()
+    step = float(own.groupby("step")["time_us"].max().reindex(table.index).median())
+    rows = gpus.set_index("gpu").reindex(table.columns)
+    slowest = table.median().idxmax()
+    waits = own.pivot_table(index="step", columns="gpu", values="wait_us")[slowest].median()
+    less_wait = waits - remaining_wait_us if slowest in faster and not np.isnan(remaining_wait_us) else 0.0
+
+    def of(clock: float) -> float:
+        """The gain where the others run at this share of their clocks."""
+        after = _sped_up(table - _contention(rows, slowest, clock), faster)
+        found = float((table.max(axis=1) - after.max(axis=1)).median())
+        return found + less_wait if found > 0 else found
+
+    most = likely = of(1.0)
+    for _ in range(CLOCK_ROUNDS):
+        before, likely = likely, of(_clock_after(rows, slowest, faster, likely / step))
+        if abs(likely - before) < AGREE * step:
+            break
+    return Gain(max(min(likely, most), 0.0), max(most, 0.0))
+
+
+CLOCK_ROUNDS, AGREE = 40, 1e-6
+"""until the gain and the clock that follows from it agree, to this share of a step"""
+
+
+def _sped_up(table: pd.DataFrame, faster: Sequence[int]) -> pd.DataFrame:
+    """`table` (a column per gpu) with these gpus no worse than the median of the others in each row."""
+    others = [g for g in table.columns if g not in faster] or list(table.columns)
+    median = table[others].median(axis=1)
+    return table.apply(lambda c: np.minimum(c, median) if c.name in faster else c)
+
+
+def _ratio(rows: pd.DataFrame, slowest: int, clock: float = 1.0) -> pd.Series:
+    """How many times as fast as those of the slowest GPU each one's kernels run, apart from communication; not more
+    than the ratio of clocks, where these will not stay."""
+    ratio = rows["slowness"][slowest] / rows["slowness"]
+    return ratio if clock == 1 else np.fmin(ratio, rows["clock_mhz"] / rows["clock_mhz"][slowest])
+
+
+def _contention(rows: pd.DataFrame, slowest: int, clock: float = 1.0) -> pd.Series:
+    """µs of a step by which waiting collectives slow each GPU's kernels, more than they slow the slowest GPU's; less
+    what a lower clock of theirs would add."""
+    same = rows["compute_us"] - rows["load_excess_us"]
+    free = (same[slowest] - _per_overlap(rows, slowest) * rows["overlap_us"][slowest]).clip(lower=0)
+    clean = free / _ratio(rows, slowest, clock) / clock + same[slowest] - free
+    excess = (same - clean).fillna(0.0)
+    excess[slowest] = 0.0
+    return excess.clip(lower=0) if clock == 1 else excess
+
+
+def _per_overlap(rows: pd.DataFrame, slowest: int) -> pd.Series:
+    """By gpu: what a µs of communication beside a kernel adds to it, 0–0.5; 0 where it cannot be told."""
+    ratio, same = _ratio(rows, slowest), rows["compute_us"] - rows["load_excess_us"]
+    more = rows["overlap_us"] - rows["overlap_us"][slowest] / ratio
+    added = same - same[slowest] / ratio
+    return (added / more.where(more > LEAST_OVERLAP * same[slowest])).clip(0.0, 0.5).fillna(0.0)
+
+
+LEAST_OVERLAP = 0.01
+"""of the compute time: where GPUs differ by less in what runs beside communication, its effect cannot be told"""
+
+
+def _clock_after(rows: pd.DataFrame, slowest: int, faster: Sequence[int], gain_share: float) -> float:
+    """Share of their clock that the other GPUs keep when a step is shorter by `gain_share`: the energy of a step goes
+    with the square of the clock, and their mean power may not pass the cap."""
+    others = [g for g in rows.index if g not in faster] or list(rows.index)
+    power = rows["power_share"]
+    if power.isna().any():
+        return 1.0
+    same = rows["compute_us"] - rows["load_excess_us"]
+    work = 1 - float((_contention(rows, slowest) / same)[others].median())
+    cap = float(power.max()) if power.max() >= AT_THE_CAP else 1.0
+    return float(min(1.0, np.sqrt(cap * (1 - gain_share) / (power[others].median() * work))))
+
+
+def remaining_wait(kernels: pd.DataFrame, own: pd.DataFrame, gpus: pd.DataFrame) -> float:
+    """µs of a step that a GPU waits for others, with nothing to compute, when those that something makes slower
+    (`explained_by` of `imbalance`) are left out: what remains where all are equal. NaN for fewer than two of them."""
+    equal = gpus.loc[gpus["explained_by"].isna(), "gpu"].astype("int64").tolist()
+    if len(equal) < 2 or len(equal) == len(gpus):
+        return np.nan
+    among, _ = collectives.arrivals(kernels[kernels["gpu"].isin(equal)], dict.fromkeys(equal, None))
+    waits = among[among["step"].isin(own["step"])].groupby(["step", "gpu"])["exposed_wait_ns"].sum()
+    return float(waits.unstack().median(axis=1).median()) / 1000 if len(waits) else 0.0
 
 
 # ---- why -------------------------------------------------------------------------------------------------------------
 
-IMBALANCE_COLUMNS = ("gpu", "n_kernels", "compute_us", "idle_us", "slowness", "clock_mhz", "power_w", "temperature_c",
-                     "host_excess_us", "load_excess_us", "contention_excess_us", "slow_excess_us", "explained_by")
+IMBALANCE_COLUMNS = ("gpu", "n_kernels", "compute_us", "overlap_us", "idle_us", "slowness", "clock_mhz", "power_w",
+                     "power_share", "temperature_c", "host_excess_us", "load_excess_us", "contention_excess_us",
+                     "slow_excess_us", "explained_by")
 EXCESSES = ("host", "load", "contention", "slow")
 
 
 def imbalance(kernels: pd.DataFrame, steps: pd.DataFrame, led: pd.DataFrame, samples: pd.DataFrame) -> pd.DataFrame:
-    """One row per gpu; IMBALANCE_COLUMNS: n_kernels, compute_us (duration of the compute kernels of a step) and idle_us
-    (time of a step without any activity), medians over steps; slowness; clock_mhz and power_w (mean over its compute
-    kernels, where `kernels` has them), temperature_c (mean); and what a step of it has more than the median GPU:
+    """One row per gpu; IMBALANCE_COLUMNS: n_kernels, compute_us (time of a step in which it computes), overlap_us (the
+    part of it beside communication) and idle_us (time without any activity), medians over steps; slowness; clock_mhz
+    and power_w (mean over its compute kernels, where `kernels` has them); power_share (mean over the samples, of its
+    cap) and temperature_c (mean); and what a step of it has more than the median GPU:
 
         host        idle time: waiting for a loader or launches, not for other GPUs
         load        computation that the others do not have: other kernels, or more of them
@@ -145,14 +239,15 @@ def imbalance(kernels: pd.DataFrame, steps: pd.DataFrame, led: pd.DataFrame, sam
     """
     compute = kernels[(kernels["kind"] == "compute") & kernels["step"].notna()]
     duration = compute["end_ns"] - compute["start_ns"]
-    per_step = compute.assign(duration=duration).groupby(["gpu", "step"])["duration"].agg(["size", "sum"])
-    out = per_step.groupby("gpu").median().rename(columns={"size": "n_kernels", "sum": "compute_us"})
-    out["compute_us"] /= 1000
-    windows = timeline(kernels, steps, ["gpu", "step"]).groupby("gpu")[["idle_us", "total_us"]].median()
-    out["idle_us"] = windows["idle_us"]
+    out = compute.groupby(["gpu", "step"]).size().groupby("gpu").median().rename("n_kernels").to_frame()
+    windows = timeline(kernels, steps, ["gpu", "step"]).groupby("gpu")[
+        ["compute_us", "overlap_us", "idle_us", "total_us"]].median()
+    out = out.join(windows.drop(columns="total_us"))
     for column in ("clock_mhz", "power_w"):
         out[column] = _weighted(compute, column, duration) if column in compute else np.nan
-    out["temperature_c"] = samples.groupby("gpu")["temperature_c"].mean()
+    sampled = samples.groupby("gpu")
+    out["power_share"] = sampled["power_w"].mean() / sampled["power_limit_w"].median()
+    out["temperature_c"] = sampled["temperature_c"].mean()
     free, every = slowness(led), slowness(led, free=False)
     usual = out["compute_us"].median()
     out = out.assign(

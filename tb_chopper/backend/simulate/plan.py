@@ -40,12 +40,14 @@ def sizes(config: Config) -> dict[str, int]:
 
 
 def place(config: Config, rank: int) -> Place:
+    """Place of a rank in each dimension."""
     rest, tensor = divmod(rank, config.plan.tensor)
     pipeline, data = divmod(rest, config.data)
     return Place(pipeline, data, tensor)
 
 
 def rank_at(config: Config, at: Place) -> int:
+    """The rank at a place."""
     return (at.pipeline * config.data + at.data) * config.plan.tensor + at.tensor
 
 
@@ -93,10 +95,12 @@ def layers(config: Config, stage: int) -> range:
 
 
 def has_embedding(config: Config, stage: int) -> bool:
+    """The stage begins with the embedding."""
     return stage == 0 and not config.plan.balanced
 
 
 def has_head(config: Config, stage: int) -> bool:
+    """The stage ends with norm, output projection and loss."""
     return stage == config.plan.stages - 1 and not config.plan.balanced
 
 

@@ -323,6 +323,7 @@ class TrainingStep:
 
 
 def label(unit: int) -> str:
+    """How the names of FSDP2's scopes end."""
     return "" if unit == ROOT else f" (layers.{unit})"
 
 

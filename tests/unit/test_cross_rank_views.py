@@ -97,7 +97,7 @@ def test_host(run: Run):
     path = view.tables["path"].rows
     assert path["share"].sum() == pytest.approx(1)
     assert path.groupby("gpu")["time_us"].sum().idxmax() == 2  # the late one
-    assert view.tables["calls"].rows[["gpu", "kind", "n", "time_us"]].to_numpy().tolist() == [[2, "loader", 6, 210]]
+    assert view.tables["calls"].rows[["gpu", "kind", "n", "time_us"]].to_numpy().tolist() == [[2, "Data loading", 6, 210]]
 
 
 @pytest.mark.parametrize("name", VIEWS)
@@ -113,7 +113,8 @@ def test_one_rank_alone_says_what_is_missing(alone: Run):
     assert "the traces of the others" in alone.view("collectives").headline
     assert [m.what for m in alone.view("collectives").missing] == ["Waiting for other ranks"]
     assert [m.what for m in alone.view("stragglers").missing] == ["Comparison of GPUs"]
-    assert [m.what for m in alone.view("memory").missing] == ["Memory over time"]
+    assert [m.what for m in alone.view("memory").missing] == [
+        "Memory over time", "Memory as the driver counts", "Expected state of the model"]
 
 
 @pytest.mark.parametrize("name", VIEWS)

@@ -75,8 +75,9 @@ class _Script:
         self.deps = _dependencies(programs, self.offsets)
         self.collective = [i.collective for i in items]
         self.occurrence = _occurrences(programs)
+        self.streams = range(1 + max(item.stream for item in items))
         self.queues: list[list[int]] = [
-            [g for g, item in enumerate(items) if item.stream == stream] for stream in range(N_STREAMS)
+            [g for g, item in enumerate(items) if item.stream == stream] for stream in self.streams
         ]
         self.launch_points = [np.asarray([i.begin for i in p.items]) for p in programs]
 
@@ -228,7 +229,7 @@ class _Engine:
 
     def _wake_streams(self, r: int) -> None:
         rank = self.ranks[r]
-        for stream in range(N_STREAMS):
+        for stream in rank.script.streams:
             if not rank.busy[stream]:
                 self._try(r, rank, stream)
 
@@ -289,7 +290,7 @@ class _Engine:
         rank.last_t = t
         clock = rank.controller.clock_mhz * 1e-3  # cycles per ns
         activity, script = 0.0, rank.script
-        for stream in range(N_STREAMS):
+        for stream in rank.script.streams:
             g = rank.item[stream]
             if g >= 0 and script.collective[g] is None:
                 contention = script.contention[g] if rank.collectives else 0.0
@@ -300,7 +301,7 @@ class _Engine:
         rank.active_ns += elapsed * min(1.0, activity)
 
     def _predict_all(self, r: int, rank: _Rank, t: float) -> None:
-        for stream in range(N_STREAMS):
+        for stream in rank.script.streams:
             g = rank.item[stream]
             if g >= 0 and rank.script.collective[g] is None:
                 self._predict(r, rank, stream, t)

@@ -189,6 +189,10 @@ def test_role_by_pattern():
     assert roles(many([("send", "forward"), ("recv", "backward")])) == [("pipeline", "pattern")]
 
 
+def test_the_norm_of_gradients_alone_is_no_data_parallelism():
+    assert roles(many([("allreduce", "optimizer")] * 4)) == [("unknown", "unknown")]
+
+
 def test_role_by_callers_and_by_the_user():
     fsdp = many([("allgather", "forward")] * 3, operation="FSDP::all_gather")
     assert roles(fsdp) == [("shard", "callers")]

@@ -130,12 +130,13 @@ def test_slow_link(tmp_path: Path, bandwidth: float, nelems: int, slow: bool) ->
         assert d.gain_ms == pytest.approx(saved / 1000, rel=1e-3)
 
 
-@pytest.mark.parametrize(("many", "speaks"), [(24, True), (16, False)])
-def test_small_messages(tmp_path: Path, many: int, speaks: bool) -> None:
+@pytest.mark.parametrize(("many", "group", "speaks"), [
+    (24, "default_pg", True), (16, "default_pg", False), (24, "mesh_tp", False)])
+def test_small_messages(tmp_path: Path, many: int, group: str, speaks: bool) -> None:
     def step(trace: TraceBuilder, rank: int, start: float, number: int) -> None:
         compute(trace, start + 10, 400)
         for i in range(many):
-            reduce(trace, number * many + i, start + 420 + 10 * i, 9, 256)
+            reduce(trace, number * many + i, start + 420 + 10 * i, 9, 256, **{"Process Group Description": group})
 
     said = found(run_of(tmp_path, 2, step), "small_messages")
     assert len(said) == speaks

@@ -104,7 +104,9 @@ def _of_pattern(rows: pd.DataFrame) -> str | None:
     if share.get("all_reduce", 0) > 0.5 and len(reduces):
         if _in_layers(known, reduces):
             return "tensor"
-        return "data" if (reduces == "forward").mean() < 0.1 else None
+        # The norm of the gradients, too, is reduced: by the optimizer, over all ranks.
+        gradients = (reduces == "forward").mean() < 0.1 and (reduces != "optimizer").any()
+        return "data" if gradients else None
     return None
 
 

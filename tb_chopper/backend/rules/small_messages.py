@@ -12,17 +12,20 @@ if TYPE_CHECKING:
     from tb_chopper.backend.findings import Finding
     from tb_chopper.backend.run import Run
 
+OF_LAYERS = ("tensor", "context", "expert")
+"""Roles whose messages are each waited for before the layer goes on."""
 HOW = ("exposed time of these collectives in a step, waiting left out, mean over GPUs and steps: at most this, where "
        "they went together in a few")
 
 
 def rule(run: Run) -> list[Finding]:
     """One diagnosis per run; only where sizes and the link's peak are known. Messages between two ranks do not count:
-    in their receiver's kernel is the waiting for the sender."""
+    in their receiver's kernel is the waiting for the sender. Nor do exchanges of layers, which cannot go together."""
     step = step_ms(run)
     windows = run.own_times[["gpu", "step"]].drop_duplicates()
     each = run.collectives(where={"step": windows["step"].unique().tolist()})
-    small = each[(each["latency_bound"] == True) & ~each["name"].isin(MESSAGES)]  # noqa: E712  (three-valued)
+    small = each[(each["latency_bound"] == True)  # noqa: E712  (three-valued)
+                 & ~each["name"].isin(MESSAGES) & ~each["role"].isin(OF_LAYERS)]
     if step is None or not len(small):
         return []
     n = len(small) / windows["step"].nunique()

@@ -95,9 +95,12 @@ def waits(begin: float, end: float, name: str = "cudaStreamSynchronize") -> Faul
 
 
 def test_a_wait_in_the_middle_of_a_step(tmp_path: Path):
-    """The wait returns at 305; nothing was launched before 600: the GPU was idle from 300 on."""
-    found = only(synchronizing_calls.rule(run_of(tmp_path, waits(50, 305))))
-    assert found.gain_ms == pytest.approx(0.300)
+    """The wait returns at 305; nothing was launched before 600: the GPU was idle from 300 on. Without the wait the host
+    would have launched 255 earlier."""
+    run = run_of(tmp_path, waits(50, 305))
+    found = only(synchronizing_calls.rule(run))
+    assert run.stalls["idle_ns"].unique().tolist() == [300_000]
+    assert found.gain_ms == pytest.approx(0.255)
     assert {e.label: e.value for e in found.evidence}["calls per GPU and step"] == 1
     assert "cudaStreamSynchronize" in found.message and found.severity == "warning"
 

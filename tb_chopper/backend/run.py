@@ -436,7 +436,7 @@ class Run:
 
     def outlier_steps(self) -> pd.DataFrame:
         """Steps that took much longer than the others, and what in them grew; see metrics.stragglers.outlier_steps."""
-        return stragglers.outlier_steps(self._comparable_kernels, self._comparable_steps)
+        return stragglers.outlier_steps(self._comparable_kernels, self._comparable_steps, self.own_times)
 
     def memory(self) -> pd.DataFrame:
         """Peak, floor, growth, fragmentation and headroom of each GPU's memory; see metrics.memory.memory."""
@@ -454,10 +454,11 @@ class Run:
         gpu = self.workers.drop_duplicates("file").set_index("file")["gpu"]
         modules = {int(gpu[c.file.path.name]): c.sidecar["modules"] for c in self.captures if c.sidecar.get("modules")}
         plans = self._told_to_handler("parallel")
+        alone = {"dp": 1} if (self.workers["world_size"].fillna(0) == 1).all() else {}
         inferred = model_state.plan_of_groups(self.process_groups()) if modules and not plans else {}
-        return model_state.model_state(modules, plans or dict.fromkeys(modules, inferred), self.kernels, self.memory(),
+        return model_state.model_state(modules, plans or dict.fromkeys(modules, inferred or alone), self.kernels, self.memory(),
                                        memory.activations(self.memory_events, self.kernels),
-                                       self._memory_of_devices(), not plans)
+                                       self._memory_of_devices(), bool(inferred))
 
     def used_memory(self) -> pd.DataFrame:
         """Used memory of the GPUs as the driver counts, sample by sample; see metrics.memory.used_samples."""

@@ -76,7 +76,7 @@ def view(run: Run, selection: Selection) -> View:
     if not len(rows) and not len(state):
         return View("Nothing in this selection says how much memory was used.", missing=missing)
     return View(
-        _headline(rows, state, sampled),
+        _headline(rows, state, sampled, context.device(run)),
         key_figures=_key_figures(rows, state, sampled),
         figures=_figures(run, rows, state, where, sampled),
         tables=_tables(run, rows, state, where, sampled),
@@ -110,36 +110,37 @@ def _figures(run: Run, rows: pd.DataFrame, state: pd.DataFrame, where: dict[str,
     return out
 
 
-def _headline(rows: pd.DataFrame, state: pd.DataFrame, sampled: bool) -> str:
+def _headline(rows: pd.DataFrame, state: pd.DataFrame, sampled: bool, device: str) -> str:
+    whose = device[0].upper() + device[1:]
     if not len(rows):
         most = figures.largest(state, "state_bytes")
         of = most["state_bytes"] / most["total_bytes"]
         share = f", {text.share(of)} of its memory" if of == of else ""
-        return (f"Parameters, gradients and optimizer states should take {size(most['state_bytes'])} of GPU "
+        return (f"Parameters, gradients and optimizer states should take {size(most['state_bytes'])} of {device} "
                 f"{most['gpu']}{share}; what it really held was not recorded.")
     known = rows[rows["used_share"].notna()]
     if len(known):
         full = figures.largest(known, "used_share")
         uses = "uses" if sampled else "holds"
-        line = (f"GPU {full['gpu']} {uses} {text.share(full['used_share'])} of its memory at most; "
+        line = (f"{whose} {full['gpu']} {uses} {text.share(full['used_share'])} of its memory at most; "
                 f"{size(full['headroom_bytes'])} are left.")
     else:
         full = figures.largest(rows, "used_bytes" if sampled else "peak_bytes")
-        line = (f"GPU {full['gpu']} uses up to {size(full['used_bytes'])}." if sampled else
-                f"GPU {full['gpu']} has up to {size(full['peak_bytes'])} allocated.")
+        line = (f"{whose} {full['gpu']} uses up to {size(full['used_bytes'])}." if sampled else
+                f"{whose} {full['gpu']} has up to {size(full['peak_bytes'])} allocated.")
     if isinstance(full["operation"], str):
         line += f" Its peak is in {full['phase']}, for {text.short(full['operation'], 60)}."
     steady = rows[rows["steady"].astype(bool)]
     if len(steady):
         worst = figures.largest(steady.astype({"growth_per_step_bytes": "float64"}), "growth_per_step_bytes")
         left = worst["steps_left"]
-        line += (f" The floor of GPU {worst['gpu']} grows by {size(worst['growth_per_step_bytes'])} in every step"
+        line += (f" The floor of {device} {worst['gpu']} grows by {size(worst['growth_per_step_bytes'])} in every step"
                  + (f": full after {text.count(round(left), 'more step')}." if left == left else "."))
         return line
     grown = rows[rows["growth_bytes"].fillna(0) > 0.01 * rows["peak_bytes"].fillna(rows["used_bytes"])]
     if len(grown):
         worst = figures.largest(grown, "growth_bytes")
-        line += f" The floor of GPU {worst['gpu']} grows by {size(worst['growth_bytes'])} over the steps."
+        line += f" The floor of {device} {worst['gpu']} grows by {size(worst['growth_bytes'])} over the steps."
     return line
 
 

@@ -187,9 +187,9 @@ ACTIONS: Table = (
     Column("microbatch", "int64", "", "microbatch, from 0"),
     Column("start_ns", "int64", "ns", "start on the host"),
     Column("end_ns", "int64", "ns", "end on the host"),
-    Column("first_ns", "Int64", "ns", "first start of the work it launched, messages between stages left out"),
-    Column("last_ns", "Int64", "ns", "last end of that work; missing where it launched none"),
-    Column("busy_ns", "int64", "ns", "time in which any of that work ran"),
+    Column("first_ns", "Int64", "ns", "begin of the first computation it launched"),
+    Column("last_ns", "Int64", "ns", "end of the last; missing where it launched nothing"),
+    Column("busy_ns", "int64", "ns", "time between the two in which its work ran, without messages between stages"),
     Column("schedule", "category", "", "class of the schedule and its size as its scope tells, or null"),
 )
 """Actions of a pipeline schedule: one microbatch in one stage, forward or backward."""

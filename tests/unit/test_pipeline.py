@@ -147,10 +147,21 @@ def test_uneven_stages() -> None:
     assert found["excess_us"].tolist() == pytest.approx([45, -15])
     cost = pipeline.what_if(done).iloc[0]
     assert cost[["prompt_us", "balanced_us", "theory_us"]].tolist() == pytest.approx([150, 135, 135])
-    assert cost[["imbalance_us", "transfer_excess_us", "halved_gain_us"]].tolist() == pytest.approx([15, 0, 22.5])
+    parts = ["imbalance_us", "variation_us", "transfer_excess_us", "halved_gain_us"]
+    assert cost[parts].tolist() == pytest.approx([15, 0, 0, 22.5])
     stages = pipeline.stages(done)
     assert stages["microbatch_us"].tolist() == [30, 60]
     assert stages["slower"].tolist() == pytest.approx([-1 / 3, 1 / 3])
+
+
+def test_uneven_microbatches() -> None:
+    """p 2, m 2, equal stages, f 10 and 30, b 20. With f 20 for both microbatches: (2 + 1) · 40 = 120 µs."""
+    rows: list[Row] = [
+        (0, "F", 0, 0, 0, 10), (0, "F", 0, 1, 10, 40), (0, "B", 0, 0, 90, 110), (0, "B", 0, 1, 110, 130),
+        (1, "F", 1, 0, 10, 20), (1, "F", 1, 1, 40, 70), (1, "B", 1, 0, 70, 90), (1, "B", 1, 1, 90, 110)]
+    cost = pipeline.what_if(of(rows)).iloc[0]
+    parts = ["total_us", "variation_us", "imbalance_us", "transfer_excess_us"]
+    assert cost[parts].tolist() == pytest.approx([130, 10, 0, 0])
 
 
 def test_every_bubble_names_whom_it_waits_for() -> None:

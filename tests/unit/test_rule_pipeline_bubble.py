@@ -72,7 +72,7 @@ def test_unequal_stages(tmp_path: Path) -> None:
     assert found.gpus == (1,)
     assert found.message.startswith("stage 1 takes 33% longer")
     assert "from stage 1 to stage 0" in found.remedy
-    assert found.explained_by == ("slow_gpu",)
+    assert found.cause == "stage 1 has more to compute than the others"
 
 
 def test_late_messages(tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ TORCH = (
 )
 SCHEDULE = re.compile(r"^chopper::pp::schedule::(?P<told>.+)$")
 MESSAGES = ("send", "recv", "send_recv")
+SHARDING = re.compile(r"^FSDP::(all_gather|post_backward_reduce)\b")
 
 
 def find(host: pd.DataFrame, kernels: pd.DataFrame, windows: Windows) -> pd.DataFrame:
@@ -109,7 +110,11 @@ def _schedules(host: pd.DataFrame, annotation: Index, start: Int) -> pd.Categori
 
 
 def _work(kernels: pd.DataFrame, start: Int, end: Int) -> dict[str, object]:
-    """First start, last end and busy time of the work launched in each action, and the device that it ran on."""
+    """First start, last end and busy time of the work launched in each action, and the device that it ran on.
+
+    An action runs from its first to its last computation, where it has any: parameters may be gathered long before it,
+    and gradients reduced behind it keep nobody of the pipeline waiting (FSDP's copies for either do not count).
+    """
     launch = kernels["launch_ns"]
     issued = launch.fillna(schema.MISSING).to_numpy(np.int64)
     stand_in = (kernels["activity"] == standin.ACTIVITY).to_numpy()
@@ -117,29 +122,49 @@ def _work(kernels: pd.DataFrame, start: Int, end: Int) -> dict[str, object]:
     known = np.flatnonzero((launch.notna().to_numpy() | stand_in) & ~is_message(kernels))
     action = np.searchsorted(start, issued[known], side="right") - 1
     inside = (action >= 0) & (issued[known] < end[np.maximum(action, 0)])
-    rows, action = known[inside], action[inside]
+    rows, action, n = known[inside], action[inside], len(start)
     low, high = kernels["start_ns"].to_numpy()[rows], kernels["end_ns"].to_numpy()[rows]
-    n = len(start)
+    computes = ((kernels["kind"] == "compute").to_numpy() & ~_is_sharding(kernels["operation"]))[rows]
+    first, last = _extent(low, high, action, n)
+    compute_first, compute_last = _extent(low[computes], high[computes], action[computes], n)
+    has_compute = compute_first <= compute_last
+    first, last = np.where(has_compute, compute_first, first), np.where(has_compute, compute_last, last)
+    none = first > last
+    return {"first_ns": pd.Series(first, dtype="Int64").mask(none),
+            "last_ns": pd.Series(last, dtype="Int64").mask(none),
+            "busy_ns": _busy(low, high, action, first, last), "device": _devices(kernels, rows, action, n)}
+
+
+def _is_sharding(operation: pd.Series) -> Mask:
+    """Rows that copy parameters for gathering, or gradients for reduction, in FSDP2."""
+    found = np.asarray([*(bool(SHARDING.match(str(c))) for c in operation.cat.categories), False], bool)
+    return found[operation.cat.codes.to_numpy()]
+
+
+def _extent(low: Int, high: Int, action: Index, n: int) -> tuple[Int, Int]:
+    """First start and last end by action; start behind end for one without any."""
     first, last = np.full(n, np.iinfo(np.int64).max), np.full(n, np.iinfo(np.int64).min)
     np.minimum.at(first, action, low)
     np.maximum.at(last, action, high)
-    busy = np.zeros(n, np.int64)
+    return first, last
+
+
+def _busy(low: Int, high: Int, action: Index, first: Int, last: Int) -> Int:
+    """Time within each action in which any of its work ran."""
+    busy = np.zeros(len(first), np.int64)
     order = np.argsort(action, kind="stable")
     borders = np.flatnonzero(np.diff(action[order])) + 1
     for mine in np.split(order, borders) if len(order) else ():
-        busy[action[mine[0]]] = iv.union(low[mine], high[mine]).length
-    none = first > last
-    return {"first_ns": pd.Series(first, dtype="Int64").mask(none),
-            "last_ns": pd.Series(last, dtype="Int64").mask(none), "busy_ns": busy,
-            "device": _devices(kernels, rows, action, n)}
+        at = action[mine[0]]
+        busy[at] = iv.union(*iv.clip(low[mine], high[mine], first[at], last[at])).length
+    return busy
 
 
 def _devices(kernels: pd.DataFrame, rows: Index, action: Index, n: int) -> pd.Categorical:
     """The device that most rows of each action ran on; that of most rows for an action without any."""
     device = kernels["device"]
     usual = int(np.bincount(device.cat.codes.to_numpy()).argmax())
-    of_row = device.cat.codes.to_numpy()[rows]
     count = np.zeros((n, len(device.cat.categories)), np.int64)
-    np.add.at(count, (action, of_row), 1)
+    np.add.at(count, (action, device.cat.codes.to_numpy()[rows]), 1)
     code = np.where(count.any(axis=1), count.argmax(axis=1), usual)
     return pd.Categorical.from_codes(code, device.cat.categories)

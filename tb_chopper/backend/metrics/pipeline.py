@@ -304,17 +304,19 @@ def _lanes(done: pd.DataFrame) -> pd.DataFrame:
 # ---- what would help -------------------------------------------------------------------------------------------------
 
 WHAT_IF_COLUMNS = (*PASS, "schedule", "n_ranks", "virtual_stages", "microbatches", "total_us", "prompt_us",
-                   "balanced_us", "theory_us", "transfer_excess_us", "imbalance_us", "halved_gain_us", "complete")
+                   "steady_us", "balanced_us", "theory_us", "transfer_excess_us", "variation_us", "imbalance_us",
+                   "halved_gain_us", "complete")
 
 
 def what_if(done: pd.DataFrame) -> pd.DataFrame:
     """What makes each pass longer than its theory; WHAT_IF_COLUMNS, one row per pass.
 
     The actions are played again in their order on every gpu, each as soon as what it needs is there: prompt_us with
-    their own durations, so without messages and delays of the host; balanced_us with durations equal over stages (the
-    mean of the stages, by kind). theory_us: length of the perfect schedule with the same mean work.
-    transfer_excess_us = total_us − prompt_us; imbalance_us = prompt_us − balanced_us; halved_gain_us: half of the
-    theory's bubble, which twice the microbatches, or twice the stages per rank, would save.
+    their own durations, so without messages and delays of the host; steady_us with all microbatches of a stage as long
+    (its mean, by kind); balanced_us with all stages as long, too. theory_us: length of the perfect schedule with the
+    same mean work. transfer_excess_us = total_us − prompt_us; variation_us = prompt_us − steady_us; imbalance_us =
+    steady_us − balanced_us; halved_gain_us: half of the theory's bubble, which twice the microbatches, or twice the
+    stages per rank, would save.
     """
     rows = []
     lanes = dict(iter(_lanes(done).groupby(PASS)))
@@ -323,19 +325,19 @@ def what_if(done: pd.DataFrame) -> pd.DataFrame:
         key = tuple(getattr(shape, k) for k in PASS)
         own, lane = passes[key], lanes[key]
         length = (own["end_ns"] - own["start_ns"]).to_numpy()
-        equal = _balanced(own, length)
         total, work = float(lane["total"].iloc[0]), float(lane["work"].iloc[0])
-        prompt, balanced = replay(own, length), replay(own, equal)
+        prompt, steady, balanced = (replay(own, durations) for durations in (
+            length, _means(own, length, ["kind", "stage"]), _means(own, length, ["kind"])))
         bubble = float(lane["theory"].iloc[0])
-        rows.append((*key, shape.schedule, shape.n_ranks, shape.virtual_stages, shape.microbatches, total / 1000,
-                     prompt / 1000, balanced / 1000, (work + bubble) / 1000, (total - prompt) / 1000,
-                     (prompt - balanced) / 1000, bubble / 2000, shape.complete))
+        rows.append((*key, shape.schedule, shape.n_ranks, shape.virtual_stages, shape.microbatches,
+                     *(ns / 1000 for ns in (total, prompt, steady, balanced, work + bubble, total - prompt,
+                                            prompt - steady, steady - balanced, bubble / 2)), shape.complete))
     return pd.DataFrame(rows, columns=list(WHAT_IF_COLUMNS))
 
 
-def _balanced(own: pd.DataFrame, length: np.ndarray) -> np.ndarray:
-    """Durations as if every stage took as long: by kind the mean over all."""
-    return pd.Series(length, index=own.index).groupby(own["kind"]).transform("mean").to_numpy(float)
+def _means(own: pd.DataFrame, length: np.ndarray, by: list[str]) -> np.ndarray:
+    """Durations as if the actions of each group took the mean of it."""
+    return own.assign(length=length).groupby(by)["length"].transform("mean").to_numpy(float)
 
 
 def replay(own: pd.DataFrame, length: np.ndarray) -> float:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from tb_chopper.backend.attribution.pipeline_actions import MESSAGES
 from tb_chopper.backend.rules import thresholds
 from tb_chopper.backend.rules.diagnosis import Diagnosis, Evidence, largest, severity, step_ms
 
 if TYPE_CHECKING:
+    import pandas as pd
+
     from tb_chopper.backend.findings import Finding
     from tb_chopper.backend.run import Run
 
@@ -23,9 +26,10 @@ def rule(run: Run) -> list[Finding]:
         return []
     exposed = run.timeline(by=["gpu", "step"])[["gpu", "step", "exposed_communication_us", "total_us"]]
     both = run.own_times.merge(exposed.astype({"step": "int64"}), on=["gpu", "step"])
+    both = both.merge(_messages(run), on=["gpu", "step"], how="left").fillna({"messages_us": 0})
     if not len(both):
         return []
-    transfer = (both["exposed_communication_us"] - both["wait_us"]).clip(lower=0)
+    transfer = (both["exposed_communication_us"] - both["wait_us"] - both["messages_us"]).clip(lower=0)
     share = float((transfer / both["total_us"]).median())
     if share < thresholds.EXPOSED_COMMUNICATION:
         return []
@@ -44,3 +48,12 @@ def rule(run: Run) -> list[Finding]:
                "batches or gradient accumulation, or shard over fewer GPUs",
         gain_ms=gain, gain_how=HOW, view="overlap", explained_by=CAUSES,
         kernel=largest(run.kernels[(run.kernels["kind"] == "communication") & run.kernels["step"].notna()]))]
+
+
+def _messages(run: Run) -> pd.DataFrame:
+    """Exposed time of messages between two ranks: gpu, step, messages_us. In it is the waiting for the sender."""
+    rows = run.arrivals()
+    rows = rows[rows["name"].isin(MESSAGES) & rows["step"].notna()]
+    exposed = rows["exposed_ns"] - rows["exposed_wait_ns"].fillna(0)
+    return rows.assign(messages_us=exposed / 1000).astype({"step": "int64"}).groupby(
+        ["gpu", "step"])["messages_us"].sum().reset_index()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pandas as pd
 
 from tb_chopper.backend.metrics import grouping
@@ -19,8 +20,8 @@ PARTS = ("halved_gain_us", "imbalance_us", "transfer_excess_us")
 HALVED = ("half of the bubble of the perfect schedule, (p - 1) / (v m) of the work of a rank: with twice the "
           "microbatches m of half the size, or twice the stages per rank v, if kernels stay as efficient; mean over "
           "pipelines, median over steps")
-EQUAL = ("length of the schedule played again without delays, with its own durations - with every stage as long as the "
-         "mean; mean over pipelines, median over steps")
+EQUAL = ("length of the schedule played again without delays, with the mean durations of each stage - with those of "
+         "all stages; mean over pipelines, median over steps")
 PROMPT = ("length of the schedule - that of the same actions played again, each as soon as its inputs are computed; "
           "mean over pipelines, median over steps: at most this")
 
@@ -42,7 +43,8 @@ def rule(run: Run) -> list[Finding]:
     found: list[Finding] = []
     if 2 * halved >= thresholds.PIPELINE_BUBBLE * step and shape["schedule"] not in (UNKNOWN, ZERO_BUBBLE):
         found.append(_fill_and_drain(run, shape, halved, step, share))
-    if imbalance >= thresholds.PIPELINE_EXCESS * step:
+    slowest = float(run.pipeline_stages()["slower"].max())
+    if imbalance >= thresholds.PIPELINE_EXCESS * step and slowest >= thresholds.PIPELINE_UNEQUAL:
         found.append(_unequal(run, imbalance, step, share))
     if late >= thresholds.PIPELINE_LATE * step:
         found.append(_late(run, rows, late, step, share))
@@ -71,7 +73,14 @@ def _fill_and_drain(run: Run, shape: pd.Series, gain: float, step: float, share:
 def _unequal(run: Run, gain: float, step: float, share: Evidence) -> Diagnosis:
     stages = run.pipeline_stages()
     slow, fast = (stages.loc[getattr(stages["slower"], which)()] for which in ("idxmax", "idxmin"))
-    of = f"stage {int(slow['stage'])}"
+    of, gpus = f"stage {int(slow['stage'])}", ", ".join(map(str, slow["gpus"]))
+    if _clock_is_low(run, slow, stages):
+        cause, remedy = f"the clock of GPU {gpus} is lower than that of the others", \
+            f"check the power cap and the cooling of GPU {gpus} (amd-smi, nvidia-smi -q); its layers are not the cause"
+    else:
+        cause = f"{of} has more to compute than the others"
+        remedy = (f"move layers from {of} to stage {int(fast['stage'])}; the embedding, the head and the loss count "
+                  "like layers")
     return Diagnosis(
         "pipeline_bubble", severity(gain, step),
         f"{of} takes {slow['slower']:.0%} longer for a microbatch than the mean stage, and the others wait for it",
@@ -79,11 +88,17 @@ def _unequal(run: Run, gain: float, step: float, share: Evidence) -> Diagnosis:
         evidence=(share, Evidence(f"{of}, above the mean", float(slow["slower"]), "share"),
                   Evidence(f"{of}, one microbatch", float(slow["microbatch_us"]), "us"),
                   Evidence(f"stage {int(fast['stage'])}, one microbatch", float(fast["microbatch_us"]), "us")),
-        cause=f"{of} has more to compute, or its GPU is slower",
-        remedy=f"move layers from {of} to stage {int(fast['stage'])}; the embedding, the head and the loss count like "
-               "layers",
-        gain_ms=gain, gain_how=EQUAL, gpus=tuple(slow["gpus"]), view="parallelism",
-        selection={"gpu": int(slow["gpus"][0])}, kernel=_behind_largest(run), explained_by=("slow_gpu",))
+        cause=cause, remedy=remedy, gain_ms=gain, gain_how=EQUAL, gpus=tuple(slow["gpus"]), view="parallelism",
+        selection={"gpu": int(slow["gpus"][0])}, kernel=_behind_largest(run))
+
+
+def _clock_is_low(run: Run, slow: pd.Series, stages: pd.DataFrame) -> bool:
+    """Whether sampled clocks explain most of what the stage takes longer than the median of the others."""
+    clock = run.imbalance().set_index("gpu")["clock_mhz"]
+    own, others = clock[clock.index.isin(slow["gpus"])].mean(), clock[~clock.index.isin(slow["gpus"])].median()
+    usual = stages.loc[stages["stage"] != slow["stage"], "microbatch_us"].median()
+    longer = float(slow["microbatch_us"]) / float(usual)
+    return bool(np.log(others / own) > np.log(longer) / 2)
 
 
 def _late(run: Run, rows: pd.DataFrame, gain: float, step: float, share: Evidence) -> Diagnosis:

@@ -28,6 +28,8 @@ ISLANDS_SLOW, ISLANDS_SHARE = 0.40, 0.30
 transfer is above the second, is worth a change of its shape (reference values of the field)"""
 PIPELINE_BUBBLE, PIPELINE_EXCESS, PIPELINE_LATE = 0.10, 0.03, 0.05
 """of a step: the bubble of a pipeline below the first is usual; what unequal stages, and late messages, add to it"""
+PIPELINE_UNEQUAL = 0.05
+"""time of the slowest stage above the mean: less than a layer, which could not be moved"""
 
 MEMORY_FULL = 0.90
 """of the device at the peak of allocated memory: the next longer sequence may fail (reference value of the field)"""

@@ -25,8 +25,10 @@ DEFINITIONS = {
     "theory": "(p − 1) / (v m + p − 1): p ranks, m microbatches, v stages per rank, all equal, messages that cost "
     "nothing; none for zero bubble.",
     "excess": "Length of a step of the schedule − that of the perfect schedule with the same mean work per rank.",
-    "imbalance": "What unequal stages cost: the actions played again in their order without delays, with their own and "
-    "with equal durations.",
+    "imbalance": "What unequal stages cost: the actions played again in their order without delays, with the mean "
+    "durations of each stage and with those of all stages.",
+    "variation": "What unequal microbatches cost: the same with their own durations and with the mean ones of each "
+    "stage.",
     "transfer": "What messages and the host cost: length − that of the same actions played again, each as soon as its "
     "inputs are computed.",
     "fill": "Bubble before the rank's first backward.",
@@ -159,7 +161,7 @@ def _headline(rows: pd.DataFrame, cost: pd.DataFrame, stages: pd.DataFrame, noun
     if shape["schedule"] == pipelines.UNKNOWN:
         return f"{line}."
     line += f"; a perfect schedule would have {text.share(_theory_share(rows))}."
-    worst = {"unequal stages": cost["imbalance_us"].mean(),
+    worst = {"unequal stages": cost["imbalance_us"].mean(), "unequal microbatches": cost["variation_us"].mean(),
              "messages and launches": cost["transfer_excess_us"].mean()}
     cause = max(worst, key=lambda c: worst[c])
     excess, total = cost["excess_us"].mean(), cost["total_us"].mean()
@@ -264,6 +266,7 @@ def _steps_table(rows: pd.DataFrame) -> Table:
             TableColumn("theory_us", "Perfect schedule", "us", DEFINITIONS["theory"]),
             TableColumn("excess_us", "Above it", "us", DEFINITIONS["excess"]),
             TableColumn("imbalance_us", "Unequal stages", "us", DEFINITIONS["imbalance"]),
+            TableColumn("variation_us", "Unequal microbatches", "us", DEFINITIONS["variation"]),
             TableColumn("transfer_excess_us", "Messages, launches", "us", DEFINITIONS["transfer"]),
         ),
         rows,

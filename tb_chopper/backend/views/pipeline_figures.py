@@ -25,7 +25,8 @@ DEFINITIONS = {
     "gaps": "Within an action, between its kernels: the GPU waits for launches.",
     "wait_previous": "Between actions, while the previous stage has not finished the output that is needed next.",
     "wait_next": "Between actions, while the next stage has not finished the gradient that is needed next.",
-    "message": "Between actions, after the neighbour finished: the message's way, and the launch of what follows.",
+    "message": "Between actions, after the neighbour finished: the message's way, collectives of the stage's own, and "
+    "the launch of what follows.",
     "own": "Between actions of which the next needs nothing from other stages: host, data, other work of the rank.",
     "end": "After its last action, while other ranks still work.",
 }

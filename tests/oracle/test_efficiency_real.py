@@ -113,11 +113,11 @@ def test_fused_attention_is_recognised_and_not_proposed(shared, name, n):
 
 
 def test_eager_chains_of_resnet(shared):
-    """ResNet-50: 16 residual sums behind a normalisation, each with a ReLU, in every forward pass."""
+    """ResNet-50: 16 residual sums behind a normalisation in every forward pass."""
     run = opened(shared, "resnet50_v100")
     forward = run.chains[(run.chains["phase"] == "forward") & (run.chains["pattern"] == fusion.RESIDUAL_NORM)]
     assert (forward.groupby("step").size() <= 16).all() and (forward.groupby("step").size() >= 12).all()
-    assert forward["operations"].astype(str).str.contains("cudnn_batch_norm → add_ → clamp_min").all()
+    assert forward["operations"].astype(str).str.contains("cudnn_batch_norm → add_").all()
 
 
 def test_no_saving_without_shapes(shared):

@@ -456,7 +456,8 @@ class Run:
         plans = self._told_to_handler("parallel")
         alone = {"dp": 1} if (self.workers["world_size"].fillna(0) == 1).all() else {}
         inferred = model_state.plan_of_groups(self.process_groups()) if modules and not plans else {}
-        return model_state.model_state(modules, plans or dict.fromkeys(modules, inferred or alone), self.kernels, self.memory(),
+        plans = plans or dict.fromkeys(modules, inferred or alone)
+        return model_state.model_state(modules, plans, self.kernels, self.memory(),
                                        memory.activations(self.memory_events, self.kernels),
                                        self._memory_of_devices(), bool(inferred))
 
@@ -482,7 +483,7 @@ class Run:
 
     def host_calls(self, by: By = ("gpu", "kind", "name"), where: Where = None) -> pd.DataFrame:
         """Waits, allocations, loading, compilation and collection of garbage; see metrics.host.host_calls."""
-        return host.host_calls(self.calls, self.kernels, by, where)
+        return host.host_calls(self.calls, self.kernels, by, where, self.stalls)
 
     @lazy
     def stalls(self) -> pd.DataFrame:
@@ -491,7 +492,7 @@ class Run:
 
     def step_stalls(self) -> pd.DataFrame:
         """Data loading, waits, allocations and collections of garbage in each step; see metrics.host.step_stalls."""
-        return host.step_stalls(self.kernels, self.steps, self.calls)
+        return host.step_stalls(self.kernels, self.steps, self.calls, self.stalls)
 
     def idle_causes(self, by: By = "gpu", where: Where = None) -> pd.DataFrame:
         """What the host did while its GPU was idle; see metrics.host.idle_causes."""

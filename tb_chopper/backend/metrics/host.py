@@ -104,12 +104,12 @@ def launches(kernels: pd.DataFrame, by: By = ("gpu", "step"), where: Where = Non
 # ---- what the host did -----------------------------------------------------------------------------------------------
 
 def host_calls(calls: pd.DataFrame, kernels: pd.DataFrame, by: By = ("gpu", "kind", "name"),
-               where: Where = None) -> pd.DataFrame:
+               where: Where = None, stalled: pd.DataFrame | None = None) -> pd.DataFrame:
     """One row per group of CALLS: n, time_us (Σ duration), longest_us, idle_us (the part under which the GPU had
     nothing to do: it may have waited for it), caused_us (idle time whose cause they are, as in `idle_causes`), sorted
-    by idle time."""
+    by idle time. stalled: of `stalls`, where it is at hand."""
     by = grouping.columns(by)
-    caused = stalls(kernels, calls)
+    caused = stalls(kernels, calls) if stalled is None else stalled
     chosen = grouping.select(calls.assign(caused=pd.Series(0, index=calls.index)).reset_index(drop=True), where)
     caused = caused[caused["call"].isin(chosen.index)]
     chosen.loc[caused["call"], "caused"] = caused["idle_ns"].to_numpy()
@@ -251,12 +251,13 @@ def in_the_middle(stalled: pd.DataFrame) -> pd.Series:
     return (stalled["kind"] == "sync") & same & (stalled["next_phase"] != "optimizer")
 
 
-def step_stalls(kernels: pd.DataFrame, steps: pd.DataFrame, calls: pd.DataFrame) -> pd.DataFrame:
+def step_stalls(kernels: pd.DataFrame, steps: pd.DataFrame, calls: pd.DataFrame,
+                stalled: pd.DataFrame | None = None) -> pd.DataFrame:
     """One row per gpu, step and kind of call that either ran in the step or kept the GPU idle before a kernel of it:
     gpu, step, kind, n (calls that began in it; those between steps count to the next), time_us (their union),
     uncovered_us (of it, what no GPU work covers), idle_us (idle time before the step's kernels that is due to such
     calls), window_us (of the step on the GPU), uncovered_share and idle_share (of the window), at (the kernel that
-    ended the longest stall)."""
+    ended the longest stall). stalled: of `stalls`, where it is at hand."""
     keys = ["gpu", "step", "kind"]
     own = calls.assign(step=_step_or_next(calls, steps))
     own = own[own["step"].notna()].astype({"kind": object})
@@ -267,7 +268,7 @@ def step_stalls(kernels: pd.DataFrame, steps: pd.DataFrame, calls: pd.DataFrame)
         uncovered = iv.intersect(whole, free[gpu]).length if gpu in free else 0
         rows.append((gpu, step, kind, len(some), whole.length / 1000, uncovered / 1000))
     ran = pd.DataFrame(rows, columns=[*keys, "n", "time_us", "uncovered_us"])
-    found = stalls(kernels, calls)
+    found = stalls(kernels, calls) if stalled is None else stalled
     found = found[found["next_step"].notna()].sort_values("idle_ns", ascending=False, kind="stable")
     found = found.assign(step=found["next_step"], kind=found["kind"].astype(object))
     idle = found.groupby(keys).agg(idle_us=("idle_ns", "sum"), at=("at", "first")).reset_index()

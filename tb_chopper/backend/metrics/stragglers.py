@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import pandas as pd
 
+from tb_chopper.backend import intervals as iv
 from tb_chopper.backend.metrics import collectives, grouping
 from tb_chopper.backend.metrics.throughput import iterations
 from tb_chopper.backend.metrics.timeline import exclusive, timeline
@@ -301,35 +302,65 @@ def _why_slow(gpu: pd.Series, median: pd.Series) -> str:
 # ---- outlier steps ---------------------------------------------------------------------------------------------------
 
 CLASSES = ("compute", "exposed_communication", "exposed_memcpy", "idle")
+WARM_UP = 0.01
+"""of a step's window in which kernels ran that were launched before the capture: more, and its time is not its own"""
 
 
-def outlier_steps(kernels: pd.DataFrame, steps: pd.DataFrame) -> pd.DataFrame:
-    """One row per step that has a next one, in order: step, time_us (of its slowest GPU), gpu (that one), z (robust),
-    outlier, and against the median over steps, on that GPU: compute_delta_us, exposed_communication_delta_us,
-    exposed_memcpy_delta_us, idle_delta_us, grew (the class with the largest), operation and operation_delta_us
-    (outliers only: the operation whose kernels grew most, or before which most idle time came).
+def outlier_steps(kernels: pd.DataFrame, steps: pd.DataFrame, own: pd.DataFrame | None = None) -> pd.DataFrame:
+    """One row per step that has a next one, in order: step, time_us (of the GPU that took longest, without its waiting
+    for others), gpu (that one), z (robust), outlier, excess_us (over the median), and against the median over steps, on
+    that GPU: compute_delta_us, exposed_communication_delta_us, exposed_memcpy_delta_us, idle_delta_us, grew (the class
+    with the largest). Of outliers also: operation and operation_delta_us (the operation whose kernels grew most, or
+    before which most idle time came), at (its longest kernel, or the one after the longest gap: gpu@start_ns) and
+    at_step (the step in which that one was launched: a step's window on the GPU ends with the first kernel of the next
+    one, so that a host that begins the next step late lengthens this one).
 
-    z is missing below five steps. A constant time (MAD 0) makes any step above the factor an outlier.
+    own: of `own_times`, without which waiting counts as a step's own time. z is missing below five steps. A constant
+    time (MAD 0) makes any step above the factor an outlier. A step that ran what was launched before the capture is
+    none.
     """
-    names = ["step", "time_us", "gpu", "z", "outlier", *(f"{c}_delta_us" for c in CLASSES), "grew", "operation",
-             "operation_delta_us"]
+    names = ["step", "time_us", "gpu", "z", "outlier", "excess_us", *(f"{c}_delta_us" for c in CLASSES), "grew",
+             "operation", "operation_delta_us", "at", "at_step"]
     times = iterations(steps)
     if not len(times):
         return pd.DataFrame(columns=names)
-    slowest = times.sort_values("iteration_ns", kind="stable").drop_duplicates("step", keep="last").sort_values("step")
-    x = slowest["iteration_ns"].to_numpy() / 1000
-    median = float(np.median(x))
-    spread = float(np.median(np.abs(x - median)))
+    time = times["iteration_ns"] / 1000
+    if own is not None and len(own):
+        known = own.drop_duplicates(["gpu", "step"]).set_index(["gpu", "step"])["own_us"]
+        at = pd.MultiIndex.from_frame(times[["gpu", "step"]].astype("int64"))
+        time = known.reindex(at).set_axis(times.index).fillna(time)
+    times = times.assign(time_us=time)
+    slowest = times.sort_values("time_us", kind="stable").drop_duplicates("step", keep="last").sort_values("step")
+    x = slowest["time_us"].to_numpy()
+    early = _launched_before(kernels, slowest) > WARM_UP
+    usual = x[~early] if (~early).any() else x
+    median = float(np.median(usual))
+    spread = float(np.median(np.abs(usual - median)))
     with np.errstate(divide="ignore", invalid="ignore"):
-        z = 0.6745 * (x - median) / spread if len(x) >= OUTLIER_STEPS else np.full(len(x), np.nan)
+        z = 0.6745 * (x - median) / spread if len(usual) >= OUTLIER_STEPS else np.full(len(x), np.nan)
     out = pd.DataFrame({"step": slowest["step"], "time_us": x, "gpu": slowest["gpu"], "z": z,
-                        "outlier": (z > OUTLIER_Z) & (x > OUTLIER_FACTOR * median)}).reset_index(drop=True)
+                        "outlier": (z > OUTLIER_Z) & (x > OUTLIER_FACTOR * median) & ~early,
+                        "excess_us": x - median}).reset_index(drop=True)
     deltas = _class_deltas(kernels, steps, out)
     out = pd.concat([out, deltas], axis=1)
     out["grew"] = deltas.fillna(-np.inf).idxmax(axis=1).str.removesuffix("_delta_us")
-    found = [_operation(kernels, row.gpu, row.step, row.grew) if row.outlier else (None, np.nan)
-             for row in out.itertuples()]
-    return out.assign(operation=[f[0] for f in found], operation_delta_us=[f[1] for f in found])[names]
+    odd = [(*_operation(kernels, times, row.gpu, row.step, row.grew),) if row.outlier else _NOTHING
+           for row in out.itertuples()]
+    found = pd.DataFrame(odd, columns=["operation", "operation_delta_us", "at", "at_step"]).astype({"at_step": "Int64"})
+    return pd.concat([out, found], axis=1)[names]
+
+
+def _launched_before(kernels: pd.DataFrame, windows: pd.DataFrame) -> np.ndarray:
+    """Of each step's window (gpu, start_ns, iteration_ns) the share in which kernels ran that no step launched."""
+    share = np.zeros(len(windows))
+    early = kernels[kernels["step"].isna() & kernels["launch_ns"].isna()]
+    start = windows["start_ns"].to_numpy("int64")
+    length = windows["iteration_ns"].to_numpy("int64")
+    for gpu, rows in early.groupby("gpu"):
+        mine = (windows["gpu"] == gpu).to_numpy()
+        busy = iv.union(rows["start_ns"].to_numpy(), rows["end_ns"].to_numpy())
+        share[mine] = iv.covered(start[mine], start[mine] + length[mine], busy) / np.maximum(length[mine], 1)
+    return share
 
 
 def _class_deltas(kernels: pd.DataFrame, steps: pd.DataFrame, chosen: pd.DataFrame) -> pd.DataFrame:
@@ -346,22 +377,32 @@ def _class_deltas(kernels: pd.DataFrame, steps: pd.DataFrame, chosen: pd.DataFra
     return delta.reindex(at).add_suffix("_delta_us").reset_index(drop=True)
 
 
-def _operation(kernels: pd.DataFrame, gpu: int, step: int, grew: str) -> tuple[str | None, float]:
-    """The operation of a step that grew most against its median over steps, and by how much, µs."""
-    rows = kernels[(kernels["gpu"] == gpu) & kernels["step"].notna()]
+_NOTHING = (None, np.nan, None, pd.NA)
+
+
+def _operation(kernels: pd.DataFrame, times: pd.DataFrame, gpu: int, step: int,
+               grew: str) -> tuple[str | None, float, str | None, object]:
+    """The operation of a step that grew most against its median over steps, by how much (µs), its longest kernel or
+    gap, and that kernel's step."""
+    rows = kernels[(kernels["gpu"] == gpu) & kernels["step"].notna()].sort_values("start_ns", kind="stable")
     if grew == "idle":
-        ordered = rows.sort_values("start_ns", kind="stable")
-        reach = ordered["end_ns"].cummax().shift(fill_value=ordered["start_ns"].min())
-        value = (ordered["start_ns"] - reach).clip(lower=0)
+        reach = rows["end_ns"].cummax().shift(fill_value=rows["start_ns"].min())
+        value = (rows["start_ns"] - reach).clip(lower=0)
+        own = times[times["gpu"] == gpu].sort_values("start_ns")
+        place = np.searchsorted(own["start_ns"].to_numpy(), reach.to_numpy(), side="right") - 1
+        window = pd.Series(own["step"].to_numpy()[np.maximum(place, 0)], index=rows.index)
     else:
         kind = {"exposed_communication": "communication", "exposed_memcpy": "memcpy"}.get(grew, grew)
-        ordered = rows[rows["kind"] == kind]
-        value = ordered["end_ns"] - ordered["start_ns"]
-    table = value.groupby([ordered["operation"].astype(object), ordered["step"]]).sum().unstack(fill_value=0)
+        rows = rows[rows["kind"] == kind]
+        value, window = rows["end_ns"] - rows["start_ns"], rows["step"].astype("int64")
+    operation = rows["operation"].astype(object)
+    table = value.groupby([operation, window]).sum().unstack(fill_value=0)
     if step not in table.columns:
-        return None, np.nan
+        return _NOTHING
     delta = table[step] - table.median(axis=1)
-    return str(delta.idxmax()), float(delta.max()) / 1000
+    name = str(delta.idxmax())
+    longest = rows.loc[value[(operation == name) & (window == step)].idxmax()]
+    return name, float(delta.max()) / 1000, f"{gpu}@{longest['start_ns']}", longest["step"]
 
 
 # ---- all of it per GPU -----------------------------------------------------------------------------------------------

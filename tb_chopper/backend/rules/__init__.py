@@ -18,6 +18,7 @@ LOG = logging.getLogger(__name__)
 
 RULES: tuple[str, ...] = (
     "slow_gpu",
+    "outlier_step",
     "exposed_communication",
     "low_utilization",
     "clock",

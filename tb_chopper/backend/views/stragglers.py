@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 DEFINITIONS = {
     "lead": "How much earlier a GPU starts a kernel than the GPU that starts it last. The straggler's is near 0.",
     "own": "Time of a step without the waiting for other GPUs that no computation hides.",
-    "gain": "Step time saved if this GPU were as fast as the median of the others: largest own time − what would remain "
-    "the largest, without what waiting collectives add to the kernels beside them; GPUs at their power cap lower their "
-    "clock when they wait less.",
+    "gain": "Step time saved if this GPU were as fast as the median of the others: largest own time − what would "
+    "remain the largest, without what waiting collectives add to the kernels beside them; GPUs at their cap lower "
+    "their clock when they wait less.",
     "most": "The same if clocks stay as they are.",
     "slowness": "Time of its kernels / median time of the same kernels on all GPUs, without those that communication "
     "overlaps.",
@@ -182,7 +182,7 @@ def _steps(outliers: pd.DataFrame) -> go.Figure:
     odd = outliers["outlier"].astype(bool)
     fig = figures.figure(
         "Step times",
-        "Time of each step on its slowest GPU.",
+        "Time of each step on the GPU that took longest, without its waiting for others.",
         height=280,
         legend=[figures.entry("compute", label="Step"),
                 figures.entry("waiting", DEFINITIONS["outlier"], label="Outlier")],
@@ -249,8 +249,9 @@ def _steps_table(rows: pd.DataFrame) -> Table:
         "Steps",
         (
             TableColumn("step", "Step"),
-            TableColumn("time_us", "Time", "us", "Time of the step on its slowest GPU.", bar=True),
-            TableColumn("gpu", "Slowest GPU"),
+            TableColumn("time_us", "Time", "us", "Time of the step on this GPU, without its waiting for others.",
+                        bar=True),
+            TableColumn("gpu", "On GPU", "", "The one that took longest, waiting left out."),
             TableColumn("z", "z", "", DEFINITIONS["outlier"]),
             TableColumn("grew", "Grew most", "text", "Class of time with the largest difference to the median step."),
             TableColumn("compute_delta_us", "Compute", "us", "Against the median over the GPU's steps."),

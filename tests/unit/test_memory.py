@@ -49,7 +49,7 @@ def test_peak_floor_fragmentation_and_headroom():
     row = memory.memory(found, kernels, {0: 2000}).iloc[0]
     assert row[["peak_bytes", "peak_ns", "step"]].tolist() == [850, 30_000, 5]
     assert row[["phase", "layer", "operation"]].tolist() == ["backward", "layers.3", "mlp"]
-    assert row["floor_bytes"] == 250
+    assert row["floor_bytes"] == 250 and row["at"] == "0@40000"
     assert row["fragmentation"] == pytest.approx(1 - 850 / 1000)
     assert row[["reserved_bytes", "total_bytes", "headroom_bytes", "used_share"]].tolist() == [1000, 2000, 1000, 0.5]
     assert np.isnan(row["of_peers"])

@@ -87,8 +87,8 @@ def _steps(events: pd.DataFrame, steps: pd.DataFrame) -> pd.Series:
     return out
 
 
-MEMORY_COLUMNS = ("gpu", "peak_bytes", "peak_ns", "step", "phase", "layer", "operation", "floor_bytes", "growth_bytes",
-                  "growth_per_step_bytes", "steady", "n_steps", "steps_left", "reserved_bytes", "fragmentation",
+MEMORY_COLUMNS = ("gpu", "peak_bytes", "peak_ns", "step", "phase", "layer", "operation", "at", "floor_bytes",
+                  "growth_bytes", "growth_per_step_bytes", "steady", "n_steps", "steps_left", "reserved_bytes", "fragmentation",
                   "used_bytes", "outside_bytes", "total_bytes", "headroom_bytes", "used_share", "of_peers", "source",
                   "total_known")
 
@@ -97,14 +97,14 @@ def memory(events: pd.DataFrame, kernels: pd.DataFrame, total_bytes: Mapping[int
            samples: pd.DataFrame | None = None, steps: pd.DataFrame | None = None) -> pd.DataFrame:
     """One row per gpu with memory events, or samples of its used memory; MEMORY_COLUMNS.
 
-    peak_bytes: largest allocated, at peak_ns; step, phase, layer, operation: of the next kernel that was launched then,
-    for which the block was probably allocated. floor_bytes: lowest in any step, else of all; growth_bytes: floor of the
-    last step − that of the first; growth_per_step_bytes, steady and n_steps: see `growth`; steps_left: until the
-    headroom is used up, where it grows steadily. reserved_bytes: largest; fragmentation: at the peak. used_bytes:
-    largest that the driver counted; outside_bytes: of it, what the allocator did not hold (median over samples).
-    total_bytes (by gpu, missing where unknown); headroom_bytes = total − reserved; used_share = reserved / total.
-    of_peers: peak / median of peaks. source: profiler, snapshot, or telemetry: then floor, growth, headroom and shares
-    are those of used memory, and nothing is known of peak and reserved.
+    peak_bytes: largest allocated, at peak_ns; step, phase, layer, operation, at (gpu@start_ns): of the next kernel that
+    was launched then, for which the block was probably allocated. floor_bytes: lowest in any step, else of all;
+    growth_bytes: floor of the last step − that of the first; growth_per_step_bytes, steady and n_steps: see `growth`;
+    steps_left: until the headroom is used up, where it grows steadily. reserved_bytes: largest; fragmentation: at the
+    peak. used_bytes: largest that the driver counted; outside_bytes: of it, what the allocator did not hold (median
+    over samples). total_bytes (by gpu, missing where unknown); headroom_bytes = total − reserved; used_share = reserved
+    / total. of_peers: peak / median of peaks. source: profiler, snapshot, or telemetry: then floor, growth, headroom
+    and shares are those of used memory, and nothing is known of peak and reserved.
 
     samples: TELEMETRY on the clock of the trace; steps: STEPS, for them.
     """
@@ -214,7 +214,7 @@ def _growth(levels: pd.DataFrame, headroom: float) -> dict[str, object]:
             "steps_left": max(headroom, 0) / found.per_step_bytes if found.steady else np.nan}
 
 
-PLACE = ("phase", "layer", "operation")
+PLACE = ("phase", "layer", "operation", "at")
 
 
 def _next_launch(kernels: pd.DataFrame, t_ns: int) -> dict[str, object]:
@@ -222,7 +222,7 @@ def _next_launch(kernels: pd.DataFrame, t_ns: int) -> dict[str, object]:
     if not len(after):
         return dict.fromkeys(PLACE)
     row = after.loc[after["launch_ns"].idxmin()]
-    return {n: None if pd.isna(row[n]) else row[n] for n in PLACE}
+    return {**{n: None if pd.isna(row[n]) else row[n] for n in PLACE[:-1]}, "at": f"{row['gpu']}@{row['start_ns']}"}
 
 
 def step_memory(events: pd.DataFrame) -> pd.DataFrame:

@@ -49,4 +49,4 @@ def rule(run: Run) -> list[Finding]:
                   Evidence("fragmentation", float(worst["fragmentation"]), "share")),
         cause="parameters, optimizer states and activations together come close to the memory of the device",
         remedy=REMEDY, gain_how="a risk: no time is gained", gpus=gpus, steps=step, view="memory",
-        selection={"gpu": int(worst["gpu"])})]
+        selection={"gpu": int(worst["gpu"])}, kernel=worst["at"] or "")]

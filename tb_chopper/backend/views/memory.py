@@ -214,6 +214,7 @@ def _table(rows: pd.DataFrame) -> Table:
         rows.assign(steps_left=rows["steps_left"].round()),
         sort="peak_bytes" if rows["peak_bytes"].notna().any() else "used_bytes",
         link={"gpu": "gpu"},
+        at="at",
     )
 
 

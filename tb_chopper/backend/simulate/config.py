@@ -233,6 +233,8 @@ class Config:
     host: Host = Host()
     silicon: Silicon = Silicon()
     plan: Plan = Plan()
+    fused_norm: bool = False
+    """RMSNorm is one kernel, not written in pieces"""
     faults: Faults = Faults()
     seed: int = 0
     tick_ns: int = 1_000_000
@@ -327,6 +329,7 @@ PRESETS: dict[str, Config] = {
         optimizer_every=1,
         host=Host(step_preparation_ns=800_000, optimizer_preparation_ns=600_000),
         silicon=Silicon((0.0,)),
+        fused_norm=True,
         faults=Faults(jitter=0.004),
     ),
 }

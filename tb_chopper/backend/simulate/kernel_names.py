@@ -25,6 +25,18 @@ LOG_SOFTMAX_BACKWARD = (
     "void (anonymous namespace)::cunn_SoftMaxBackward<4, float, float, float, "
     "(anonymous namespace)::LogSoftMaxBackwardEpilogue>(float*, float const*, float const*, long)"
 )
+RMS_NORM = (
+    f"void {_HIDDEN}vectorized_layer_norm_kernel<c10::BFloat16, float, true>(int, float, c10::BFloat16 const*, "
+    "c10::BFloat16 const*, c10::BFloat16 const*, float*, float*, c10::BFloat16*)"
+)
+RMS_NORM_BACKWARD = (
+    f"void {_HIDDEN}layer_norm_grad_input_kernel_vectorized<c10::BFloat16, float, true>(c10::BFloat16 const*, "
+    "c10::BFloat16 const*, float const*, float const*, c10::BFloat16 const*, c10::BFloat16*, int)"
+)
+RMS_NORM_GAMMA = (
+    f"void {_HIDDEN}GammaBetaBackwardCUDAKernelTemplate<c10::BFloat16, float, 32u, 32u, 8u, true, true, true>(long, "
+    "long, c10::BFloat16 const*, c10::BFloat16 const*, float const*, float const*, c10::BFloat16*, c10::BFloat16*)"
+)
 NLL = f"void {_HIDDEN}nll_loss_forward_reduce_cuda_kernel_2d<float, float, long>(float*, float*)"
 NLL_BACKWARD = f"void {_HIDDEN}nll_loss_backward_reduce_cuda_kernel_2d<float, long>(float*, float*)"
 COPY_IN = f"void {_HIDDEN}multi_tensor_copy_kernel<c10::BFloat16>({_HIDDEN}TensorListMetadata<2>)"

@@ -279,8 +279,11 @@ class _Maker:
         return Op(operation, forward, "MmBackward0", (weight, data), ("aten::linear", "aten::matmul"), parameter=True)
 
     def norm(self, operation: str) -> Iterator[Op]:
-        """RMSNorm as written in plain PyTorch: in float32, six large kernels and two small ones."""
+        """RMSNorm as written in plain PyTorch: in float32, six large kernels and two small ones; or fused."""
         n, rows = float(self.t * self.model.dim), float(self.t)
+        if self.config.fused_norm:
+            yield self.fused_norm(operation, n)
+            return
         mul = self.point("aten::mul", _MUL_FP32, n, size=FP32, reads=2)
         small = self.point("aten::mul", _MUL_FP32, rows, size=FP32, reads=2)
         scale = self.point("aten::mul", "AUnaryFunctor<float, float, float, MulFunctor<float> >", n, size=FP32)
@@ -299,6 +302,20 @@ class _Maker:
         half = self.point("aten::mul", _MUL, n, reads=2)
         yield Op(operation, half, "MulBackward0",
                  (half, half, self.total("aten::sum", "func_wrapper_t<c10::BFloat16, sum_functor>", n)), parameter=True)
+
+    def fused_norm(self, operation: str, n: float) -> Op:
+        """torch.nn.functional.rms_norm: one kernel, and two in the backward."""
+        width, shape, weight, row = str(self.model.dim), (*self.bs, self.model.dim), (self.model.dim,), (*self.bs, 1)
+        half = DTYPE[BF16]
+        forward = Call("aten::_fused_rms_norm", (shape, (), weight, ()), (half, "ScalarList", half, "Scalar"),
+                       ("", f"[{width}]", "", "1e-05"),
+                       kernels=(self.vector(kernel_names.RMS_NORM, 2 * n * BF16, n),))
+        backward = Call("aten::_fused_rms_norm_backward", (shape, shape, (), row, weight),
+                        (half, half, "ScalarList", DTYPE[FP32], half, ""),
+                        ("", "", f"[{width}]", "", "", "[True, True]"), kernels=(
+                            self.vector(kernel_names.RMS_NORM_BACKWARD, 3 * n * BF16, n),
+                            self.vector(kernel_names.RMS_NORM_GAMMA, 2 * n * BF16, n)))
+        return Op(operation, forward, "FusedRmsNormBackward0", (backward,), ("aten::rms_norm",), parameter=True)
 
     def copied(self, operation: str) -> Iterator[Op]:
         """Before a projection divided by columns: all ranks read the same, so the gradient is a sum over them."""

@@ -28,6 +28,7 @@ from tb_chopper.backend.lazy import lazy
 from tb_chopper.backend.metrics import (
     breakdown,
     collectives,
+    contention,
     counter_ratios,
     cpu,
     critical_path,
@@ -358,6 +359,10 @@ class Run:
         """Every bubble: when, where, and who is waited for; see metrics.pipeline.bubbles."""
         return grouping.select(pipeline.bubbles(self._pipelined), where)
 
+    def behind_bubbles(self, where: Where = None) -> dict[int, str]:
+        """By gpu: the kernel that its largest bubble ends with; see metrics.pipeline.behind_largest."""
+        return pipeline.behind_largest(self.pipeline_bubbles(where), self._offsets_ns())
+
     def pipeline_stages(self) -> pd.DataFrame:
         """How long each stage takes for a microbatch; see metrics.pipeline.stages."""
         return pipeline.stages(self._pipelined)
@@ -376,7 +381,7 @@ class Run:
         """
         return topology.group_islands(self._arrived()[0], self.collectives(roles=roles), self.process_groups(roles),
                                       self.topology.islands, self._hosts(), self.link_bytes_per_s,
-                                      self.own_times["step"].unique())
+                                      self.own_times["step"].unique(), contention.contention(self._comparable_kernels))
 
     def gradient_barrier(self, roles: Roles = None) -> pd.DataFrame:
         """The last reduction of gradients of each step; see metrics.collectives.gradient_barrier."""
@@ -454,7 +459,7 @@ class Run:
         gpu = self.workers.drop_duplicates("file").set_index("file")["gpu"]
         modules = {int(gpu[c.file.path.name]): c.sidecar["modules"] for c in self.captures if c.sidecar.get("modules")}
         plans = self._told_to_handler("parallel")
-        alone = {"dp": 1} if (self.workers["world_size"].fillna(0) == 1).all() else {}
+        alone = {"dp": 1} if (self.workers["world_size"].fillna(len(modules)) == 1).all() else {}
         inferred = model_state.plan_of_groups(self.process_groups()) if modules and not plans else {}
         plans = plans or dict.fromkeys(modules, inferred or alone)
         return model_state.model_state(modules, plans, self.kernels, self.memory(),
@@ -571,7 +576,7 @@ class Run:
         _ = self.clocked_kernels, self.counter_alignment
         other = copy.copy(self)
         other._override = {**(self._override or {}), **override}
-        for name in ("hardware", "f_peak_mhz"):
+        for name in ("hardware", "f_peak_mhz", "chains"):
             other.__dict__.pop(name, None)
         return other
 

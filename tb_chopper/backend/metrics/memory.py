@@ -89,8 +89,8 @@ def _steps(events: pd.DataFrame, steps: pd.DataFrame) -> pd.Series:
 
 MEMORY_COLUMNS = ("gpu", "peak_bytes", "peak_ns", "step", "phase", "layer", "operation", "at", "floor_bytes",
                   "growth_bytes", "growth_per_step_bytes", "steady", "n_steps", "steps_left", "reserved_bytes",
-                  "fragmentation", "used_bytes", "outside_bytes", "total_bytes", "headroom_bytes", "used_share", "of_peers", "source",
-                  "total_known")
+                  "fragmentation", "used_bytes", "outside_bytes", "total_bytes", "headroom_bytes", "used_share",
+                  "of_peers", "source", "total_known")
 
 
 def memory(events: pd.DataFrame, kernels: pd.DataFrame, total_bytes: Mapping[int, int] | None = None,

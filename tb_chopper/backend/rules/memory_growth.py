@@ -20,10 +20,10 @@ HOW = "a risk: no time is gained until the allocator runs out and frees its cach
 
 
 def rule(run: Run) -> list[Finding]:
-    """One diagnosis for all GPUs whose floor rises in every one of at least four steps, by about as much."""
+    """One diagnosis for all GPUs (processes, without any) whose floor rises in every one of at least four steps, by
+    about as much."""
     rows = run.memory()
-    on_gpus = not (run.workers["device"] == "cpu").all()
-    grown = rows[rows["steady"].astype(bool) & on_gpus]
+    grown = rows[rows["steady"].astype(bool)]
     if not len(grown):
         return []
     worst = grown.loc[grown["growth_per_step_bytes"].astype("float64").idxmax()]
@@ -31,7 +31,8 @@ def rule(run: Run) -> list[Finding]:
     gpus = tuple(map(int, grown["gpu"]))
     sampled = worst["source"] == TELEMETRY
     ends = f"; at this rate it is full after {left:,.0f} more steps" if math.isfinite(left) else ""
-    which = f"GPU {gpu}" if len(gpus) == 1 else f"{len(gpus)} GPUs (most on GPU {gpu})"
+    noun = "process" if (run.workers["device"] == "cpu").all() else "GPU"
+    which = f"{noun} {gpu}" if len(gpus) == 1 else f"{len(gpus)} of them (most: {noun} {gpu})"
     return [Diagnosis(
         "memory_growth", "warning",
         f"the {'used' if sampled else 'allocated'} memory of {which} grows by {per_step / 2**20:,.3g} MiB in every step"

@@ -277,6 +277,9 @@ def traced(folder: Path, scopes: str = "own") -> Path:
             if rank == 1 and kind == "F":
                 trace.collective("ncclDevKernel_SendRecv(...)", at + 0.5, start - 9, 9, **{
                     "Collective name": "recv", "Src Rank": 0, "Seq": mb + 1})
+            if rank == 0 and kind == "B":
+                trace.collective("ncclDevKernel_SendRecv(...)", at + 0.5, start - 9, 9, **{
+                    "Collective name": "recv", "Src Rank": 1, "Seq": mb + 1})
             trace.op("aten::mm", at + 2, 8, seq=i)
             trace.launch("gemm", at + 3, start, end - start)
         trace.op("aten::add", 200, 10)
@@ -299,7 +302,7 @@ def test_a_trace(tmp_path: Path, scopes: str) -> None:
     assert gemms["phase"].tolist() == ["forward", "forward", "backward", "backward"] * 2
     assert gemms["layer"].isna().all()
     assert set(gemms["operation"]) == {"aten::mm"}
-    assert sorted(run.kernels.loc[run.kernels["kind"] == "communication", "peer"]) == [0, 0]
+    assert sorted(run.kernels.loc[run.kernels["kind"] == "communication", "peer"]) == [0, 0, 1, 1]
     # a second time, from the cache
     again = tb_chopper.open_run(tmp_path).pipeline()
     assert again["bubble_us"].tolist() == [90, 30]
@@ -314,3 +317,13 @@ def test_all_to_all_is_no_message(tmp_path: Path) -> None:
     trace.collective("ncclDevKernel_SendRecv(...)", 15, 60, 30, **{"Collective name": "coalesced"})
     run = tb_chopper.open_run(trace.write(tmp_path / "w.pt.trace.json"))
     assert run.actions["busy_ns"].tolist() == [30_000]
+
+
+def test_scopes_called_forward_are_no_pipeline_without_messages(tmp_path: Path) -> None:
+    trace = TraceBuilder()
+    trace.step(0, 0, 100)
+    trace.annotation("Forward 0", 1, 50)
+    trace.launch("gemm", 5, 10, 30)
+    run = tb_chopper.open_run(trace.write(tmp_path / "w.pt.trace.json"))
+    assert len(run.actions) == 0
+    assert run.kernels["phase"].tolist() == ["forward"]

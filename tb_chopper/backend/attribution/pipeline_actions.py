@@ -41,7 +41,9 @@ def find(host: pd.DataFrame, kernels: pd.DataFrame, windows: Windows) -> pd.Data
     by_code = {c: parsed for c, name in zip(used, host["name"].cat.categories[used], strict=True)
                if (parsed := _parse(str(name)))}
     own = {c for c, parsed in by_code.items() if parsed.own}
-    by_code = {c: parsed for c, parsed in by_code.items() if not own or c in own}
+    # Anybody may call a scope `Forward 5`: without messages it is no stage of a pipeline.
+    staged = bool(own) or bool(is_message(kernels).any())
+    by_code = {c: parsed for c, parsed in by_code.items() if (not own or c in own) and (staged or parsed.stage >= 0)}
     rows = annotation[np.isin(code[annotation], list(by_code))]
     if not len(rows) or not len(kernels):
         return schema.empty(schema.ACTIONS)

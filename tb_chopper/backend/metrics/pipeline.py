@@ -301,6 +301,14 @@ def _lanes(done: pd.DataFrame) -> pd.DataFrame:
     return own[names]
 
 
+def behind_largest(gone: pd.DataFrame, offset_ns: Mapping[int, int] | None = None) -> dict[int, str]:
+    """By gpu: the first kernel behind the largest of its `bubbles`, as the Trace tab takes it (gpu@start_ns, on the
+    clock of its own host)."""
+    rows = gone[gone["kind"].notna()].sort_values("bubble_us", kind="stable").drop_duplicates("gpu", keep="last")
+    return {int(gpu): f"{gpu}@{end + (offset_ns or {}).get(int(gpu), 0)}"
+            for gpu, end in zip(rows["gpu"], rows["end_ns"], strict=True)}
+
+
 # ---- what would help -------------------------------------------------------------------------------------------------
 
 WHAT_IF_COLUMNS = (*PASS, "schedule", "n_ranks", "virtual_stages", "microbatches", "total_us", "prompt_us",

@@ -118,7 +118,4 @@ def _behind_largest(run: Run) -> str:
     """The first kernel behind the largest bubble, for the Trace tab."""
     gone = run.pipeline_bubbles()
     gone = gone[gone["kind"].notna()]
-    if not len(gone):
-        return ""
-    row = gone.loc[gone["bubble_us"].idxmax()]
-    return f"{row['gpu']}@{row['end_ns'] + run._offsets_ns().get(int(row['gpu']), 0)}"
+    return run.behind_bubbles()[int(gone.loc[gone["bubble_us"].idxmax(), "gpu"])] if len(gone) else ""

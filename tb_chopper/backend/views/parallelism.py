@@ -112,6 +112,7 @@ def _pipeline(run: Run, selection: Selection, done: pd.DataFrame) -> View:
     cost = _cost(grouping.select(run.pipeline_what_if, {
         "pipeline": list(done["pipeline"].unique()), "step": list(steps)}))
     rows = _per_step(pipelines.pipeline(done, ["pipeline", "position", "gpu"]), len(steps))
+    rows = rows.assign(at=rows["gpu"].map(run.behind_bubbles({"step": list(steps)})))
     listed = rows[rows["gpu"].isin(selection.gpus)] if selection.gpus else rows
     stages = pipelines.stages(done)
     theory = float((rows["busy_us"] + rows["gaps_us"] + rows["theory_us"]).mean())
@@ -119,13 +120,18 @@ def _pipeline(run: Run, selection: Selection, done: pd.DataFrame) -> View:
     return View(
         _headline(rows, cost, stages, noun),
         key_figures=_key_figures(rows, cost, stages, noun),
-        figures={"pipeline": pipeline_figures.schedule(drawn, pipelines.bubbles(drawn), noun),
+        figures={"pipeline": pipeline_figures.schedule(drawn, pipelines.bubbles(drawn), noun, _which(rows, first)),
                  "times": pipeline_figures.times(same, theory, noun)},
         tables={"ranks": _ranks_table(listed, noun), "stages": _stages_table(stages), "steps": _steps_table(cost)},
         definitions={"Bubble": DEFINITIONS["bubble"], "Theory": DEFINITIONS["theory"],
                      "Schedule": DEFINITIONS["schedule"]},
         missing=() if cost["complete"].all() else (OTHER_STAGES,),
     )
+
+
+def _which(rows: pd.DataFrame, first: pd.DataFrame) -> str:
+    """`, pipeline 0` where there are several."""
+    return f", pipeline {first['pipeline'].iloc[0]}" if rows["pipeline"].nunique() > 1 else ""
 
 
 def _middle(done: pd.DataFrame) -> int:
@@ -235,6 +241,7 @@ def _ranks_table(rows: pd.DataFrame, noun: str) -> Table:
         ),
         rows.reset_index(drop=True),
         link={"gpu": "gpu"},
+        at="at",
     )
 
 

@@ -34,8 +34,8 @@ WIDE_ENOUGH = 0.012
 """of the width of the chart: a bar that has room for the number of its microbatch"""
 
 
-def schedule(done: pd.DataFrame, gone: pd.DataFrame, noun: str) -> go.Figure:
-    """Ranks by time. done: `metrics.pipeline.actions` of one pipeline and step; gone: its bubbles."""
+def schedule(done: pd.DataFrame, gone: pd.DataFrame, noun: str, which: str = "") -> go.Figure:
+    """Ranks by time. done: `metrics.pipeline.actions` of one pipeline and step; gone: its bubbles; which: pipeline."""
     gpus = done.drop_duplicates("gpu").sort_values("position")["gpu"].head(figures.MAX_ROWS).tolist()
     done, gone = (rows[rows["gpu"].isin(gpus)] for rows in (done, gone))
     row = {gpu: i for i, gpu in enumerate(gpus)}
@@ -44,7 +44,7 @@ def schedule(done: pd.DataFrame, gone: pd.DataFrame, noun: str) -> go.Figure:
     step = int(done["step"].iloc[0])
     used = [kind for kind in KINDS if (done["kind"] == kind).any()]
     fig = figures.figure(
-        f"Schedule of step {step}",
+        f"Schedule of step {step}{which}",
         "What each rank works on; numbers are microbatches. Hatched: bubbles.",
         height=figures.height_of(len(gpus)),
         wide=True,

@@ -445,7 +445,7 @@ class Run:
 
     def memory(self) -> pd.DataFrame:
         """Peak, floor, growth, fragmentation and headroom of each GPU's memory; see metrics.memory.memory."""
-        return memory.memory(self.memory_events, self.kernels, self._memory_of_devices(), self.telemetry.samples,
+        return memory.memory(self.memory_events, self.kernels, self._memory_of_devices(), self._samples_near,
                              self.steps)
 
     def _memory_of_devices(self) -> dict[int, int]:
@@ -468,7 +468,13 @@ class Run:
 
     def used_memory(self) -> pd.DataFrame:
         """Used memory of the GPUs as the driver counts, sample by sample; see metrics.memory.used_samples."""
-        return memory.used_samples(self.telemetry.samples, self.steps)
+        return memory.used_samples(self._samples_near, self.steps)
+
+    @property
+    def _samples_near(self) -> pd.DataFrame:
+        """The samples from a second before the captures to a second after them: logs of other tools may hold days."""
+        samples, times = self.telemetry.samples, self.workers[self.workers["start_ns"] >= 0]
+        return samples[samples["t_ns"].between(times["start_ns"].min() - 10**9, times["end_ns"].max() + 10**9)]
 
     def step_memory(self) -> pd.DataFrame:
         """Lowest and highest level of memory in each step; see metrics.memory.step_memory."""

@@ -146,7 +146,10 @@ def test_a_run_with_used_memory_in_its_telemetry(tmp_path: Path):
              log.line("clock", 0, 0, realtime_ns=ZERO_NS, boottime_ns=0)]
     lines += [log.line("gpu", t, t, gpu=0, memory_used_bytes=30 * GIB + t // 1_000_000 * 64 * MIB)
               for t in range(100_000, 5_000_000, 250_000)]
+    lines.append(log.line("gpu", 3 * 10**9, 3 * 10**9, gpu=0, memory_used_bytes=79 * GIB))  # of another program, later
     (tmp_path / log.file_name("node0")).write_text(log.header() + "".join(lines))
-    found, = memory_growth.rule(tb_chopper.open_run(tmp_path))
+    run = tb_chopper.open_run(tmp_path)
+    assert run.memory()["used_bytes"].tolist() == [30 * GIB + 4 * 64 * MIB]
+    found, = memory_growth.rule(run)
     assert {e.label: e.value for e in found.evidence}["growth per step"] == 64 * MIB
     assert "used memory of GPU 0" in found.message

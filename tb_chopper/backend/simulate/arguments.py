@@ -52,6 +52,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                          help="a host that waits so long for its data loader, e.g. 2:15")
     planted.add_argument("--late-every", type=int, default=1, metavar="N", help="... in every N-th step (default: 1)")
     planted.add_argument("--stall", metavar="STEP:RANK:MS", type=_stall, help="a host that stops once, e.g. 13:0:80")
+    planted.add_argument("--islands", type=float, metavar="FACTOR",
+                         help="two islands of GPUs in each host, between which the bandwidth has this factor, e.g. 0.2")
+    planted.add_argument("--memory", action="store_true", help="record the events of the caching allocator")
+    planted.add_argument("--memory-growth", action="append", default=[], metavar="RANK:MIB", type=_of_rank,
+                         help="a GPU that keeps so much in every step, e.g. 1:64; with --memory")
     planted.add_argument("--storm", type=int, default=0, metavar="N", help="an optimizer of N small kernels")
     parser.add_argument("--counter-columns", choices=COUNTER_COLUMNS, help="columns of the rocprofv3 of this ROCm")
     parser.add_argument("--counter-steps", type=int, help="steps of the counter runs")
@@ -67,7 +72,8 @@ def options(args: argparse.Namespace) -> Options:
         equal_gpus=args.equal_gpus, slow=dict(args.slow), late_loader=dict(args.late_loader),
         tensor=args.tensor, pipeline=args.pipeline, schedule=args.schedule, microbatches=args.microbatches,
         virtual=args.virtual, balanced=args.balanced, batched=args.batched, late_every=args.late_every,
-        stall=args.stall, storm=args.storm, counter_columns=args.counter_columns,
+        stall=args.stall, storm=args.storm, islands=args.islands, memory=args.memory,
+        memory_growth=dict(args.memory_growth), counter_columns=args.counter_columns,
         counter_steps=args.counter_steps,
         code_object_names=args.code_object_names, compress=not args.no_compress)
 

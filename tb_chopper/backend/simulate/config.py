@@ -212,6 +212,10 @@ class Faults:
     """the loader is late in every so many steps"""
     stall: tuple[int, int, float] | None = None
     """(step, rank, ns): once, the host stops for so long before the forward pass"""
+    islands: float | None = None
+    """factor on the bandwidth between the two halves of a host"""
+    growth: dict[int, int] = field(default_factory=dict)
+    """rank -> bytes that it keeps in every step"""
     storm: int = 0
     """kernels that an optimizer without fused or foreach kernels launches; 0: it has fused ones"""
 
@@ -233,6 +237,8 @@ class Config:
     host: Host = Host()
     silicon: Silicon = Silicon()
     plan: Plan = Plan()
+    profile_memory: bool = False
+    """the traces have the events of the caching allocator"""
     fused_norm: bool = False
     """RMSNorm is one kernel, not written in pieces"""
     faults: Faults = Faults()

@@ -35,6 +35,10 @@ def planted(config: Config) -> list[dict[str, Any]]:
     if faults.stall is not None:
         step, rank, ns = faults.stall
         found.append({"fault": "outlier_step", "step": step, "rank": rank, "ms": ns / 1e6})
+    if faults.islands is not None:
+        found.append({"fault": "islands", "bandwidth_factor": faults.islands})
+    if faults.growth:
+        found.append({"fault": "memory_growth", "bytes_per_step_by_rank": faults.growth})
     if faults.storm:
         found.append({"fault": "storm", "kernels_per_step": faults.storm})
     return found

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from tb_chopper.backend.simulate import event_args, kineto_text, plan
+from tb_chopper.backend.simulate import event_args, kineto_text, memory, plan
 from tb_chopper.backend.simulate.config import NS_PER_S, Config
 from tb_chopper.backend.simulate.program import N_STREAMS, N_STREAMS_ALONE, Program
 from tb_chopper.backend.simulate.recorded import Rank, Step
@@ -68,6 +68,8 @@ def _document(rank: Rank, templates: Templates) -> Iterator[str]:
         index, flow = index + len(step.program.events), flow + len(step.program.flows)
     before = _Template(rank.warm.program, rank.config, only=rank.warm_items.tolist())
     yield _fill_constants(before.fill(rank.warm, base, 0, 0), values)
+    if rank.config.profile_memory:
+        yield from memory.text(rank, base, index)
     yield _footer(rank, base)
 
 
@@ -162,6 +164,7 @@ def _header(rank: Rank) -> str:
                             "pg_count": len(groups), "pg_config": groups,
                             "nccl_version": "2.26.6" if rocm else "2.27.3"},
         "record_shapes": 1,
+        **({"profile_memory": 1} if config.profile_memory else {}),
         "simulated": 1,
         "host_name": rank.host,
         "trace_id": f"{config.seed:08X}{rank.rank:08X}{rank.window_start:016X}",

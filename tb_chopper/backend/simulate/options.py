@@ -63,6 +63,12 @@ class Options:
     """(step, rank, ms): once, the host stops for so long"""
     storm: int = 0
     """kernels of an optimizer that is neither fused nor foreach"""
+    islands: float | None = None
+    """factor on the bandwidth between the two halves of a host"""
+    memory: bool = False
+    """the traces have the events of the caching allocator"""
+    memory_growth: dict[int, float] = field(default_factory=dict)
+    """rank -> MiB that it keeps in every step; with `memory`"""
     counter_columns: str | None = None
     """rocprofv3 of which ROCm: 6.2, 6.4 or 7.0"""
     counter_steps: int | None = None
@@ -96,13 +102,15 @@ def _configure(config: Config, options: Options) -> Config:
         config.faults, drop=options.drop, reorder=options.reorder, clock_skew_ns=round(options.clock_skew_us * 1000),
         jitter=config.faults.jitter if options.jitter is None else options.jitter, truncate=options.truncate,
         slow=dict(options.slow), late_every=options.late_every, storm=options.storm,
+        islands=options.islands, growth={rank: round(mib * 2**20) for rank, mib in options.memory_growth.items()},
         late_loader={rank: ms * 1e6 for rank, ms in options.late_loader.items()},
         stall=None if options.stall is None else (*options.stall[:2], options.stall[2] * 1e6))
     changes["plan"] = _plan(options)
     if options.equal_gpus:
         changes["silicon"] = presets.Silicon((0.0,))
     config = replace(config, faults=faults, seed=options.seed, code_object_names=options.code_object_names,
-                     compress=options.compress, **changes)
+                     compress=options.compress, profile_memory=options.memory or bool(options.memory_growth),
+                     **changes)
     _check(config)
     _check_plan(config)
     return config
@@ -171,15 +179,20 @@ def _check(config: Config) -> None:
             raise InvalidSelection(f"{name} is {share}: it must be a share from 0 to below 1")
     truncated = [] if config.faults.truncate is None else [config.faults.truncate]
     stalled = [] if config.faults.stall is None else [config.faults.stall[1]]
-    for rank in [*config.faults.slow, *config.faults.late_loader, *truncated, *stalled]:
+    of_ranks = (config.faults.slow, config.faults.late_loader, config.faults.growth)
+    for rank in [*(rank for planted in of_ranks for rank in planted), *truncated, *stalled]:
         if not 0 <= rank < config.ranks:
             raise InvalidSelection(f"rank {rank} does not exist: there are {config.ranks}")
     for rank, factor in config.faults.slow.items():
         if not 0 < factor <= 1:
             raise InvalidSelection(f"slow GPU {rank}: {factor} is no share of a clock above 0 and up to 1")
     delays = [*config.faults.late_loader.values(), *([config.faults.stall[2]] if config.faults.stall else [])]
-    if any(ns < 0 for ns in delays) or config.faults.late_every < 1 or config.faults.storm < 0:
-        raise InvalidSelection("late loaders, stalls and storms need sizes above 0")
+    if any(ns < 0 for ns in delays) or config.faults.late_every < 1 or config.faults.storm < 0 or any(
+            n < 0 for n in config.faults.growth.values()):
+        raise InvalidSelection("late loaders, stalls, storms and growing memory need sizes above 0")
+    if config.faults.islands is not None and not (0 < config.faults.islands <= 1 and config.gpus_per_host % 2 == 0):
+        raise InvalidSelection(f"islands: {config.faults.islands} is no share of a bandwidth, or "
+                               f"{config.gpus_per_host} GPUs cannot be halved")
     if config.faults.stall is not None and config.faults.stall[0] not in config.step_numbers:
         first, last = config.step_numbers[0], config.step_numbers[-1]
         raise InvalidSelection(f"step {config.faults.stall[0]} is not captured: choose one of {first} to {last}")

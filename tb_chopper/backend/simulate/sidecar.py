@@ -53,7 +53,7 @@ def build(rank: Rank) -> sidecar.Sidecar:
             "profiler": {
                 "record_shapes": True,
                 "with_stack": False,
-                "profile_memory": False,
+                "profile_memory": config.profile_memory,
                 "with_flops": False,
                 "with_modules": False,
                 "first_step": rank.steps[0].number,

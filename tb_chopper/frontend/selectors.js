@@ -30,7 +30,7 @@ function field(id, label, control, hidden = false) {
   return h("div", { class: "field" }, h("label", { for: `select-${id}` }, label), control);
 }
 
-const NAMES = { gpu: "GPU", step: "Step", worker: "Worker", operation: "Operation", layer: "Layer", phase: "Phase", kernel: "Kernel", across: "Across steps", within: "Within steps", capture: "Capture", around: "Capture ± 5 s" };
+const NAMES = { gpu: "GPU", step: "Step", worker: "Worker", operation: "Operation", layer: "Layer", phase: "Phase", pattern: "Pattern", kernel: "Kernel", across: "Across steps", within: "Within steps", capture: "Capture", around: "Capture ± 5 s" };
 
 const HINTS = { hardware: "peak_tflops=1307,f_peak_mhz=2100" };
 

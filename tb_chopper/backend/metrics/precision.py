@@ -30,7 +30,8 @@ _AMD = re.compile(r"Cijk_|mfma|xdl|gtcx")
 """Their matrix cores multiply fp32 as it is; NVIDIA's tensor cores know it as tf32 only."""
 _MATRIX_CORES = re.compile(
     r"[sh]1688|[sh]16816|[sh]884|s161616|i8816|i16832|hmma|imma|wgmma|wmma|nvjet|xmma|tensorop|_tn_align|mfma|xdl"
-    r"|igemm_\w+_gtcx|Cijk_.*_MI\d+x|flash|fmha|attn_[fb]wd|triton_tem_", re.IGNORECASE)
+    r"|igemm_\w+_gtcx|Cijk_.*_MI\d+x|flash|fmha|attn_[fb]wd|\bfa[23]?_[fb]wd|bwd_kernel_d[kqv]|triton_tem_",
+    re.IGNORECASE)
 _VECTOR_UNITS = re.compile(r"ffma|simt|sgemm", re.IGNORECASE)
 _HELPERS = re.compile(
     r"nchwToNhwc|nhwcToNchw|transpose|elementwise|reduce|SubTensorOp|pack|cast|copy|convertTensor", re.IGNORECASE)

@@ -42,6 +42,7 @@ REGISTRY: dict[str, Entry] = {
             "Efficiency",
             "A busy GPU is not an efficient one: how well is it used?",
             ("operation", "layer", "phase", "gpu", "kernel"),
+            {"hardware": ()},
         ),
         Entry(
             "overlap",
@@ -100,6 +101,7 @@ REGISTRY: dict[str, Entry] = {
             "Fusion",
             "Which kernels could run as one?",
             ("pattern", "layer", "phase", "step", "gpu"),
+            {"hardware": ()},
         ),
         Entry("findings", "Findings", "Can these numbers be trusted?"),
     )

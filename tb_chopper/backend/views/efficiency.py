@@ -11,6 +11,7 @@ import plotly.graph_objects as go
 
 from tb_chopper.backend import hardware
 from tb_chopper.backend.metrics.efficiency import blocks_per_unit
+from tb_chopper.backend.metrics.precision import TYPES
 from tb_chopper.backend.views import context, figures, text, trace_link
 from tb_chopper.backend.views.palette import COLORS, LABELS
 from tb_chopper.backend.views.view import KeyFigure, Missing, Selection, Source, Table, TableColumn, View
@@ -34,6 +35,7 @@ DEFINITIONS = {
     "of the kernel. Kernels that ran side by side may have filled them together: then less was lost.",
     "ideal": "What the recorded shapes need at the peaks of the hardware: the larger of FLOPs / peak of the data type "
     "and bytes / memory bandwidth.",
+    "wasted": "Time lost to SMs without work + time below the peak.",
     "below": "Time of the filled SMs beyond what is needed at the peak: padding, stalls, low clock, memory traffic "
     "beyond one read and one write.",
     "unknown": "Time of kernels whose FLOPs and bytes are not known (no shapes, no formula, or no peak for this GPU).",
@@ -66,6 +68,8 @@ NO_GPU = Missing(
 
 def view(run: Run, selection: Selection) -> View:
     """Utilization, SM efficiency, occupancy, MFU and HFU side by side; lost time by group; precision of GEMMs."""
+    override = hardware.parse_override(selection.options.get("hardware", ""))
+    run = run.with_hardware(override) if override else run
     if context.nothing_to_show(run):
         return View("There is no device activity in this run.", missing=(context.NO_KERNELS,))
     if context.is_cpu_only(run):
@@ -84,7 +88,7 @@ def view(run: Run, selection: Selection) -> View:
     by_kernel = run.efficiency(by=["kernel"], where=where | {"operation": focus}) if len(inside) else None
     return View(
         _headline(whole, groups, by),
-        key_figures=_key_figures(whole, types),
+        key_figures=_key_figures(whole),
         figures={
             "lost": _lost(groups, by),
             "by_gpu": _ratios(by_gpu),
@@ -103,16 +107,14 @@ def view(run: Run, selection: Selection) -> View:
 
 
 def _linked(rows: pd.DataFrame, kernels: pd.DataFrame, by: list[str], run: Run) -> pd.DataFrame:
-    """The groups with compute kernels, with compute_us, mostly (where most time went that is not needed at the peak)
-    and `at`: the kernel that loses most to SMs without work, else the longest one."""
-    rows = rows.assign(compute_us=rows[[column for _, column in PARTS]].sum(axis=1))
+    """The groups with compute kernels, with compute_us, wasted_us (lost and below the peak) and `at`: the kernel that
+    loses most to SMs without work, else the longest one."""
+    rows = rows.assign(compute_us=rows[[column for _, column in PARTS]].sum(axis=1),
+                       wasted_us=rows["lost_us"] + rows["below_us"])
     rows = rows[rows["compute_us"] > 0].reset_index(drop=True)
-    wasted = {thing: column for thing, column in PARTS if thing != "ideal"}
-    largest = rows[list(wasted.values())].to_numpy().argmax(axis=1)
     duration = (kernels["end_ns"] - kernels["start_ns"]).to_numpy().astype(float)
     empty = 1 - blocks_per_unit(kernels, run.hardware).clip(upper=1).fillna(1).to_numpy()
-    return trace_link.linked(rows.assign(mostly=[PART_LABELS[list(wasted)[i]] for i in largest]), kernels, by,
-                             (empty + 1e-6) * duration)
+    return trace_link.linked(rows, kernels, by, (empty + 1e-6) * duration)
 
 
 def _known(whole: dict[str, Any], ratio: str) -> float | None:
@@ -144,7 +146,7 @@ def _headline(whole: dict[str, Any], groups: pd.DataFrame, by: list[str]) -> str
     return line
 
 
-def _key_figures(whole: dict[str, Any], types: pd.DataFrame) -> tuple[KeyFigure, ...]:
+def _key_figures(whole: dict[str, Any]) -> tuple[KeyFigure, ...]:
     def figure(ratio: str, source: Source, note: str) -> KeyFigure:
         value = _known(whole, ratio)
         return KeyFigure(LABELS[ratio], value, "share", DEFINITIONS[ratio],
@@ -152,25 +154,23 @@ def _key_figures(whole: dict[str, Any], types: pd.DataFrame) -> tuple[KeyFigure,
 
     def covers(column: str, what: str) -> str:
         covered = whole[column]
-        return f"{what} known for {text.share(covered)} of the kernel time" if covered else "not in the trace"
+        return f"{what}known for {text.share(covered)}" if covered else "not in the trace"
 
-    mfu_note = {"model": "FLOPs told to the handler", "counted": covers("flop_known", "FLOPs"),
+    mfu_note = {"model": "FLOPs as told", "counted": covers("flop_known", "FLOPs "),
                 "unavailable": "no shapes or no peak"}[whole["mfu_source"]]
     lost, all_us = float(whole["lost_us"]), float(sum(whole[c] for _, c in PARTS))
     known = whole["sm_known"] > 0
-    low = types[types["dtype"].astype(object).isin(["fp64", "fp32"])]["share"].sum() if len(types) else 0.0
     return (
-        figure("gpu_utilization", "measured", "at least one kernel or copy runs"),
-        figure("sm_efficiency", "estimated", covers("sm_known", "grid")),
-        figure("occupancy", "estimated", covers("occupancy_known", "occupancy")),
-        figure("tensor_share", "estimated", "of GEMM and attention time"),
+        figure("gpu_utilization", "measured", "something runs"),
+        figure("sm_efficiency", "estimated", covers("sm_known", "grids ")),
+        figure("occupancy", "estimated", covers("occupancy_known", "")),
+        figure("tensor_share", "estimated", "of GEMM time"),
         figure("mfu", "estimated", mfu_note),
-        figure("hfu", "estimated", covers("flop_known", "FLOPs")),
-        KeyFigure("Lost: SMs without work", lost if known else None, "us", DEFINITIONS["lost"],
-                  "estimated" if known else "unavailable", f"{text.share(lost / all_us)} of the kernel time"
-                  if all_us else "", color=COLORS["unfilled"]),
-        KeyFigure("fp32 and fp64", float(low) if len(types) else None, "share", DEFINITIONS["dtype"],
-                  "estimated" if len(types) else "unavailable", "of the GEMM and attention time", color=COLORS["fp32"]),
+        figure("hfu", "estimated", covers("flop_known", "FLOPs ")),
+        KeyFigure("SMs without work", lost if known else None, "us", DEFINITIONS["lost"],
+                  "estimated" if known else "unavailable",
+                  f"{text.share(lost / all_us)} of kernel time" if known and all_us else "not in the trace",
+                  color=COLORS["unfilled"]),
     )
 
 
@@ -178,16 +178,15 @@ def _key_figures(whole: dict[str, Any], types: pd.DataFrame) -> tuple[KeyFigure,
 
 
 def _lost(groups: pd.DataFrame, by: list[str]) -> go.Figure:
-    key = "lost_us" if groups["lost_us"].sum() > 0 else "below_us" if groups["below_us"].sum() > 0 else "compute_us"
+    key = _order(groups)
     shown = figures.top(groups, key, 20)
     unit, divisor = text.time_unit(shown["compute_us"].max())
     labels = [figures.row_label(r, by) for r in shown.to_dict("records")]
     present = [(thing, column) for thing, column in PARTS if shown[column].sum() > 0]
-    order = {"lost_us": "most lost to SMs without work", "below_us": "most time below the peak",
-             "compute_us": "most time"}[key]
+    order = {"wasted_us": "most lost", "compute_us": "most time"}[key]
     fig = figures.figure(
         "What the time of kernels goes to, by " + " and ".join(by),
-        f"Sum of durations of compute kernels over the selection; the group with the {order} first.",
+        f"Sum of durations of compute kernels over the selection, the {order} first.",
         height=figures.height_of(len(shown), 27),
         wide=True,
         barmode="stack",
@@ -207,10 +206,20 @@ def _lost(groups: pd.DataFrame, by: list[str]) -> go.Figure:
     return fig
 
 
+def _recomputed(rows: pd.DataFrame) -> bool:
+    """Whether HFU says something else than MFU."""
+    return not np.allclose(rows["hfu"], rows["mfu"], rtol=1e-3, equal_nan=True)
+
+
+def _order(groups: pd.DataFrame) -> str:
+    """What groups are sorted by: the lost time, where any is known."""
+    return "wasted_us" if groups["wasted_us"].sum() > 0 else "compute_us"
+
+
 def _ratios(by_gpu: pd.DataFrame) -> go.Figure:
     """One row per GPU, a mark per ratio: the distance between them is the point."""
     rows = by_gpu.head(figures.MAX_ROWS).reset_index(drop=True)
-    present = [r for r in RATIOS if rows[r].notna().any()]
+    present = [r for r in RATIOS if rows[r].notna().any() and (r != "hfu" or _recomputed(rows))]
     fig = figures.figure(
         "Busy is not efficient",
         "Each GPU's ratios on one scale: the further the marks lie below its utilization, the less its time is worth.",
@@ -241,7 +250,7 @@ def _precision(types: pd.DataFrame) -> go.Figure:
     rows = _types(types)
     kinds = [k for k in ("gemm", "attention") if (rows["op_type"] == k).any()]
     unit, divisor = text.time_unit(rows.groupby("op_type", observed=True)["time_us"].sum().max())
-    things = [t for t in (*COLORS, "other") if (rows["dtype"] == t).any()]
+    things = [t for t in (*TYPES, "other") if (rows["dtype"] == t).any()]
     color = COLORS | {"other": COLORS["unknown"]}
     fig = figures.figure(
         "Precision of GEMMs and attention",
@@ -271,22 +280,22 @@ def _share(name: str) -> TableColumn:
 
 def _groups_table(rows: pd.DataFrame, by: list[str], title: str = "") -> Table:
     heads = tuple(TableColumn(c, "GPU" if c == "gpu" else c.capitalize()) for c in by)
-    shares = [c for c in ("sm_efficiency", "occupancy", "tensor_share", "hfu", "mfu") if rows[c].notna().any()]
+    shares = [r for r in RATIOS[1:] if rows[r].notna().any() and (r != "hfu" or _recomputed(rows))]
+    unknown = TableColumn("unknown_us", "Not known", "us", DEFINITIONS["unknown"])
     named = rows.assign(**{c: [figures.group_name(c, v) for v in rows[c]] for c in by if c not in ("gpu", "step")})
     return Table(
         title or "Lost time by " + " and ".join(by),
         (
             *heads,
-            TableColumn("lost_us", "Lost: SMs without work", "us", DEFINITIONS["lost"], bar=True),
-            TableColumn("below_us", "Below the peak", "us", DEFINITIONS["below"], bar=True),
-            TableColumn("ideal_us", "Needed", "us", DEFINITIONS["ideal"]),
-            TableColumn("unknown_us", "Not known", "us", DEFINITIONS["unknown"]),
             TableColumn("compute_us", "Kernel time", "us", DEFINITIONS["compute"], bar=True),
-            TableColumn("mostly", "Mostly", "text", "Where most of the time goes beside what is needed at the peak."),
+            TableColumn("wasted_us", "Lost", "us", DEFINITIONS["wasted"], bar=True),
+            TableColumn("lost_us", "SMs without work", "us", DEFINITIONS["lost"], bar=True),
+            TableColumn("below_us", "Below the peak", "us", DEFINITIONS["below"], bar=True),
+            *([unknown] if rows["unknown_us"].any() else []),
             *map(_share, shares),
         ),
         named,
-        sort="lost_us" if rows["lost_us"].sum() > 0 else "below_us" if rows["below_us"].sum() > 0 else "compute_us",
+        sort=_order(rows),
         link={"focus": "operation"} if "operation" in by else {c: c for c in by if c in ("gpu", "step")},
         note="Choose a row to see the kernels of that operation." if by == ["operation"] else "",
         at="at",
@@ -302,7 +311,7 @@ def _gpus_table(rows: pd.DataFrame) -> Table:
             TableColumn("sm_known", "Grid known", "share", "Share of the kernel time whose grid is known."),
             TableColumn("flop_known", "FLOPs known", "share", "Share of the compute time whose FLOPs are known."),
             TableColumn("mfu_source", "MFU from", "text", "model: FLOPs told to the handler; counted: from shapes."),
-            TableColumn("lost_us", "Lost: SMs without work", "us", DEFINITIONS["lost"], bar=True),
+            TableColumn("lost_us", "SMs without work", "us", DEFINITIONS["lost"], bar=True),
             TableColumn("below_us", "Below the peak", "us", DEFINITIONS["below"], bar=True),
         ),
         rows,
@@ -337,7 +346,7 @@ def _missing(run: Run, whole: dict[str, Any]) -> tuple[Missing, ...]:
                                                                  strict=True) if run.hardware.get(int(g)) is None})
     if unknown:
         missing.append(Missing("Peaks of this GPU", hardware.what_to_pass(unknown[0] or None) + ".",
-                               "tb_chopper.open_run(path, hardware={\"peak_tflops\": ..., \"f_peak_mhz\": ...})"))
+                               "Hardware: peak_tflops=1307.4,f_peak_mhz=2100,hbm_gbs=5300"))
     if not whole["sm_known"] > 0:
         missing.append(Missing("SM efficiency", "No kernel's grid, or not the number of SMs, is in the trace: ROCm "
                                "before 7 and graph replays leave it out."))

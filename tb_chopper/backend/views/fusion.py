@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 import plotly.graph_objects as go
 
+from tb_chopper.backend import hardware
 from tb_chopper.backend.metrics import fusion
 from tb_chopper.backend.views import context, figures, text
 from tb_chopper.backend.views.palette import COLORS, LABELS
@@ -22,6 +23,7 @@ DEFINITIONS = {
     "the shortest of the kernels. Traffic: bytes of all calls by their recorded shapes, without what one writes and "
     "the next one reads. Of attention in pieces all of the time: a fused attention kernel never writes the scores.",
     "remaining": "What the fused kernels would take, per step of one GPU.",
+    "unknown": "Time of candidates whose saving is not known: no shapes, or lists of tensors.",
     "time": "Sum of the durations of the kernels over the selection.",
     "known": "Share of that time for which recorded shapes tell the saving. Lists of tensors (cat, foreach) do not.",
     "n": "Times that these kernels follow each other in the selection.",
@@ -38,12 +40,15 @@ SHAPES = Missing(
     "The bytes of a kernel are those of its operator's recorded shapes, which this trace does not hold.",
     "torch.profiler.profile(record_shapes=True, ...)",
 )
+NAMES = LABELS | {"unknown": "Not known"}
 MAX_CHAINS = 400
 """Rows of the table of chains: the rest saves little."""
 
 
 def view(run: Run, selection: Selection) -> View:
     """Candidates by pattern and by their operators, kernels that are fused already, graph breaks."""
+    override = hardware.parse_override(selection.options.get("hardware", ""))
+    run = run.with_hardware(override) if override else run
     if context.nothing_to_show(run):
         return View("There is no device activity in this run.", missing=(context.NO_KERNELS,))
     where, by = selection.where(), list(selection.by or ("pattern",))
@@ -140,6 +145,10 @@ def _saving(groups: pd.DataFrame, by: list[str], windows: int) -> go.Figure:
     unit, divisor = text.time_unit(shown["step_us"].max())
     names = by if "pattern" in by else [*by, "pattern"]
     labels = [figures.row_label(r, names) for r in shown.to_dict("records")]
+    told = shown["step_us"] * shown["known_share"]
+    parts = {"saved": shown["per_step_us"], "remaining": told - shown["per_step_us"],
+             "unknown": shown["step_us"] - told}
+    present = {thing: values.clip(lower=0.0) for thing, values in parts.items() if (values > 1e-9).any()}
     fig = figures.figure(
         "What fusion would save in a step",
         "Time of the candidates in a step of one GPU, " + ("the largest saving first." if key == "per_step_us" else
@@ -147,13 +156,12 @@ def _saving(groups: pd.DataFrame, by: list[str], windows: int) -> go.Figure:
         height=figures.height_of(len(shown)),
         wide=True,
         barmode="stack",
-        legend=[figures.entry("saved", DEFINITIONS["saved"]), figures.entry("remaining", DEFINITIONS["remaining"])],
+        legend=[figures.entry(thing, DEFINITIONS[thing], label=NAMES[thing]) for thing in present],
     )
-    parts = {"saved": shown["per_step_us"], "remaining": (shown["step_us"] - shown["per_step_us"]).clip(lower=0.0)}
-    for thing, values in parts.items():
+    for thing, values in present.items():
         fig.add_trace(figures.bars(
-            thing, range(len(shown)), values.tolist(), divisor,
-            hover=[f"<b>{text.hover(label)}</b><br>{LABELS[thing]}: {text.duration(v)} of {text.duration(t)} in a step"
+            thing, range(len(shown)), values.tolist(), divisor, name=NAMES[thing],
+            hover=[f"<b>{text.hover(label)}</b><br>{NAMES[thing]}: {text.duration(v)} of {text.duration(t)} in a step"
                    f"<br>{n:,} instances in the selection<br>estimated, known for {text.share(known)} of the time"
                    for label, v, t, n, known in zip(labels, values, shown["step_us"], shown["n"], shown["known_share"],
                                                     strict=True)]))

@@ -59,7 +59,7 @@ def test_a_group_over_two_islands(tmp_path: Path):
     assert '(2, 2), mesh_dim_names=("replicate", "shard")' in found.remedy
     evidence = {e.label: e.value for e in found.evidence}
     assert evidence["of the bandwidth inside"] == pytest.approx(0.25)
-    assert evidence["exposed transfer of the step"] == pytest.approx(600 / STEP)
+    assert evidence["transfer beside nothing, of the step"] == pytest.approx(600 / STEP)
 
 
 def test_without_groups_inside_an_island(tmp_path: Path):

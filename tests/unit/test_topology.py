@@ -140,10 +140,10 @@ def rows(group: str, start: float, took: float, mb: float, step: int = 0, **more
 
 
 def grouped(all_rows: list[dict], link: float | None = 400e9, island: pd.DataFrame = ISLANDS,
-            hosts: dict[int, str | None] = HOSTS) -> pd.DataFrame:
+            hosts: dict[int, str | None] = HOSTS, contention: float = np.nan) -> pd.DataFrame:
     table = arrived(all_rows)
     return group_islands(table, collectives.collectives(table, link_bytes_per_s=link), process_groups(table), island,
-                         hosts, link).set_index("group")
+                         hosts, link, contention=contention).set_index("group")
 
 
 def test_bandwidth_across_islands_against_within():
@@ -183,10 +183,20 @@ def test_only_what_is_exposed_can_be_saved():
     """1200 µs of which 1000 are hidden: 200 are exposed, and all of them go where 900 µs of transfer do. Two steps."""
     hidden = [{"gpu": g, "start": 0, "end": 1000, "step": 0, "group_seq": -1, "group_size": -1, "in_nelems": -1,
                "out_nelems": -1} for g in range(4)]
-    found = grouped([*rows(LEFT, 5000, 200, 40, step=1), *rows(ALL, 0, 1200, 40), *hidden,
-                     *rows(ALL, 7000, 1200, 40, step=1)]).loc[ALL]
+    all_rows = [*rows(LEFT, 5000, 200, 40, step=1), *rows(ALL, 0, 1200, 40), *hidden,
+                *rows(ALL, 7000, 1200, 40, step=1)]
+    found = grouped(all_rows).loc[ALL]
     assert found["transfer_us"] == pytest.approx((200 + 1200) / 2)
     assert found["saved_us"] == pytest.approx((200 + 900) / 2)
+    # Where computation loses a fifth beside communication: of the 1000 beside it 700 would go.
+    assert grouped(all_rows, contention=0.2).loc[ALL, "saved_us"] == pytest.approx((200 + 0.2 * 700 + 900) / 2)
+
+
+def test_what_runs_beside_another_transfer_is_not_saved():
+    """Another group's 800 µs run beside the first 1200: 400 are bare."""
+    found = grouped([*rows(LEFT, 0, 800, 160), *rows(RIGHT, 0, 800, 160), *rows(ALL, 0, 1200, 40)])
+    assert found.loc[ALL, ["transfer_us", "saved_us"]].tolist() == pytest.approx([400, 400])
+    assert found.loc[LEFT, "transfer_us"] == pytest.approx(0)
 
 
 def test_waiting_is_not_saved():

@@ -50,11 +50,12 @@ def arrivals(kernels: pd.DataFrame, hosts: Mapping[int, str | None], groups: Gro
     """One row per communication activity, in order of collective and gpu, and how they were matched.
 
     instance, gpu, group, group_desc, group_size (−1: not told), seq, name (all_reduce, ...), bytes (NaN: not told),
-    received_bytes (what the rank receives; NaN: not told),
-    step, phase, layer, operation, capture, span, worker, kernel (its name), start_ns, end_ns (on the first host's
-    clock), kernel_start_ns (on its own, as in KERNELS), n_ranks (gpus that have a row of it), wait_ns (0 for the last to arrive; NaN where no other gpu is known to
-    take part), exposed_wait_ns (the part of it under which no computation ran), exposed_ns (the part of the row under
-    which no computation ran), is_last.
+    received_bytes (what the rank receives; NaN: not told), step, phase, layer, operation, capture, span, worker, kernel
+    (its name), start_ns, end_ns (on the first host's clock), kernel_start_ns (on its own, as in KERNELS), n_ranks (gpus
+    that have a row of it), wait_ns (0 for the last to arrive; NaN where no other gpu is known to take part),
+    exposed_wait_ns (the part of it under which no computation ran), exposed_ns (the part of the row under which no
+    computation ran), alone_ns (the part after the last rank arrived under which nothing else ran: no
+    computation, no communication of another group; NaN where no other gpu takes part), is_last.
 
     hosts: by gpu. Rows of one GPU count once per kernel; those of CPU profiles are the collectives themselves, not the
     operators that issue them.
@@ -77,11 +78,11 @@ def arrivals(kernels: pd.DataFrame, hosts: Mapping[int, str | None], groups: Gro
     last = by_instance["start_ns"].transform("max")
     n_ranks = by_instance["gpu"].transform("size")
     wait = (last - out["start_ns"]).where(n_ranks > 1)
-    exposed_wait, exposed = _exposed(kernels, out, last, matched.shift_ns)
+    exposed_wait, exposed, alone = _exposed(kernels, out, last, matched.shift_ns)
     first_last = out.sort_values("gpu", kind="stable")
     first_last = first_last[first_last["start_ns"] == last[first_last.index]].drop_duplicates("instance").index
     out = out.assign(n_ranks=n_ranks, wait_ns=wait, exposed_wait_ns=np.where(n_ranks > 1, exposed_wait, np.nan),
-                     exposed_ns=exposed,
+                     exposed_ns=exposed, alone_ns=np.where(n_ranks > 1, alone, np.nan),
                      is_last=out.index.isin(first_last) & (last > by_instance["start_ns"].transform("min")))
     return out.sort_values(["instance", "gpu"], kind="stable", ignore_index=True), matched
 
@@ -163,19 +164,27 @@ def element_bytes(dtype: object) -> float:
 
 
 def _exposed(kernels: pd.DataFrame, rows: pd.DataFrame, last: pd.Series,
-             shift: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The part of each row's wait, and of the row, under which its GPU computes nothing, ns."""
-    wait, whole = np.zeros(len(rows), np.int64), np.zeros(len(rows), np.int64)
+             shift: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The part of each row's wait, and of the row, under which its GPU computes nothing; the part behind the wait under
+    which it does nothing else at all, ns."""
+    wait, whole, alone = (np.zeros(len(rows), np.int64) for _ in range(3))
     start, end = rows["start_ns"].to_numpy() - shift, rows["end_ns"].to_numpy() - shift
     until = np.clip(last.to_numpy() - shift, start, end)
-    capture = rows["capture"].to_numpy()
+    capture, group = rows["capture"].to_numpy(), pd.factorize(rows["group"])[0]
     of_capture = dict(iter(kernels.groupby("capture"))) if len(rows) else {}
+
+    def without(at: np.ndarray, first: np.ndarray, stop: np.ndarray, others: iv.Union) -> np.ndarray:
+        return stop[at] - first[at] - iv.covered(first[at], stop[at], others)
+
     for c in np.unique(capture):
         mine = np.flatnonzero(capture == c)
         compute = lanes(of_capture[c]).compute
-        for out, stop in ((wait, until), (whole, end)):
-            out[mine] = stop[mine] - start[mine] - iv.covered(start[mine], stop[mine], compute)
-    return wait, whole
+        wait[mine] = without(mine, start, until, compute)
+        whole[mine] = without(mine, start, end, compute)
+        for g in np.unique(group[mine]):
+            own, other = mine[group[mine] == g], mine[group[mine] != g]
+            alone[own] = without(own, until, end, iv.merge(compute, iv.union(start[other], end[other])))
+    return wait, whole, alone
 
 
 # ---- one row per collective ------------------------------------------------------------------------------------------

@@ -3,7 +3,10 @@ transfers would take within an island (docs/topology.md).
 
     busbw(group) = Σ bytes · f / Σ transfer            over its messages that are not bound by latency
     ratio        = busbw / busbw of the groups within one island, else / REACHED · the links' peak
-    saved        = min(exposed transfer, transfer · (1 − ratio))        on each GPU and in each collective
+    saved        = min(bare, transfer · (1 − ratio)) + κ · (what of transfer · (1 − ratio) lies under computation)
+
+Bare is the transfer under which its GPU does nothing else: no computation, no communication of another group. κ, what
+computation beside a transfer loses, is that of metrics.contention. Clocks stay as they are.
 """
 
 from __future__ import annotations
@@ -26,18 +29,19 @@ MEASURED, ESTIMATED = "measured", "estimated"
 
 def group_islands(arrived: pd.DataFrame, each: pd.DataFrame, groups: pd.DataFrame, islands: pd.DataFrame,
                   hosts: Mapping[int, str | None], link_bytes_per_s: float | None = None,
-                  steps: Collection[int] = ()) -> pd.DataFrame:
+                  steps: Collection[int] = (), contention: float = 0.0) -> pd.DataFrame:
     """One row per process group, those that span islands first.
 
     group, role, size; gpus (list: those of the run); n_hosts (1 where no host is named); n_islands (missing where the
     links of one of its GPUs are not told); islands (list of lists of its GPUs); spans: more than one island on one of
     its hosts; n: collectives of the capture; busbw_gbs: over all its messages that are not latency-bound, in 10⁹
     bytes/s; within_gbs: the same over all groups inside one island, else REACHED of the links' peak, by within_source
-    (measured | estimated); ratio; transfer_us and saved_us: exposed transfer of a GPU and step, and what of it would be
+    (measured | estimated); ratio; transfer_us and saved_us: bare transfer of a GPU and step, and what of it would be
     saved at within_gbs (missing for groups inside one island); mean over its GPUs and the steps.
 
     arrived, each, groups: collectives.arrivals, collectives.collectives (one row per collective), process_groups;
-    islands: alignment.topology.ISLANDS; hosts: by gpu; steps: those to take means over, else all of the collectives.
+    islands: alignment.topology.ISLANDS; hosts: by gpu; steps: those to take means over, else all of the collectives;
+    contention: κ, not a number where it cannot be told.
     """
     island = dict(zip(islands["gpu"], islands["island"], strict=True))
     bytes_, seconds = _carried(each)
@@ -52,7 +56,8 @@ def group_islands(arrived: pd.DataFrame, each: pd.DataFrame, groups: pd.DataFram
         busbw = np.where(took > 0, carried / took, np.nan) / 1e9
     out = out.assign(busbw_gbs=busbw, within_gbs=within, within_source=source, ratio=busbw / within)
     beyond = out["spans"].to_numpy(bool) | (out["n_hosts"] > 1).to_numpy()
-    times = transfer_times(arrived, dict(zip(out["group"], out["ratio"].where(beyond), strict=True)))
+    times = transfer_times(arrived, dict(zip(out["group"], out["ratio"].where(beyond), strict=True)),
+                           0.0 if np.isnan(contention) else contention)
     wanted = times["step"].isin(list(steps)) if len(steps) else times["step"].notna()
     in_steps = times[wanted] if wanted.any() else times
     by_group = in_steps.groupby("group")
@@ -72,17 +77,19 @@ def _stretches(gpus: list[int]) -> str:
     return ", ".join(str(p[0]) if len(p) == 1 else f"{p[0]}-{p[-1]}" for p in parts if len(p))
 
 
-def transfer_times(arrived: pd.DataFrame, ratio: Mapping[str, float]) -> pd.DataFrame:
-    """One row per collective, GPU (and step): group, gpu, step, transfer_us (exposed, waiting left out) and saved_us:
-    what of it would not be there at 1 / ratio times the bandwidth (missing where the group's ratio is; no less than 0).
-    Missing, too, where no other rank is here to tell the waiting.
+def transfer_times(arrived: pd.DataFrame, ratio: Mapping[str, float], contention: float = 0.0) -> pd.DataFrame:
+    """One row per collective, GPU (and step): group, gpu, step, transfer_us (bare) and saved_us: what would be saved at
+    1 / ratio times the bandwidth (missing where the group's ratio is; no less than 0). Missing, too, where no other
+    rank is here to tell the waiting.
     """
     last = arrived.groupby("instance")["start_ns"].transform("max")
     transfer = (arrived["end_ns"] - np.maximum(arrived["start_ns"], last)).clip(lower=0) / 1000
-    exposed = (arrived["exposed_ns"] - arrived["exposed_wait_ns"]).clip(lower=0) / 1000
-    share = (1 - arrived["group"].map(ratio).astype("float64")).clip(lower=0)
-    return arrived[["group", "gpu", "step"]].assign(
-        transfer_us=exposed, saved_us=np.minimum(exposed, transfer * share).where(share.notna()))
+    bare = arrived["alone_ns"] / 1000
+    hidden = transfer - (arrived["exposed_ns"] - arrived["exposed_wait_ns"]) / 1000
+    less = transfer * (1 - arrived["group"].map(ratio).astype("float64")).clip(lower=0)
+    shown = np.minimum(bare, less)
+    saved = shown + contention * np.minimum(hidden.clip(lower=0), less - shown)
+    return arrived[["group", "gpu", "step"]].assign(transfer_us=bare, saved_us=saved)
 
 
 def _carried(each: pd.DataFrame) -> tuple[pd.Series, pd.Series]:

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from tb_chopper.backend.findings import Finding
     from tb_chopper.backend.run import Run
 
-HOW = ("exposed transfer of these groups x (1 - bandwidth / bandwidth inside an island), no more than what no "
-       "computation hides: mean over GPUs and steps")
+HOW = ("transfer of these groups beside nothing else on their GPUs x (1 - bandwidth / bandwidth inside an island), and "
+       "what computation beside them loses; mean over GPUs and steps, at the clocks as they are")
 INSIDE = ("tensor", "context", "expert")
 """Roles whose groups can be made smaller than the host; data and sharding groups can be split in two levels."""
 
@@ -66,7 +66,7 @@ def _diagnosis(run: Run, groups: pd.DataFrame, gain: float | None, step: float) 
             *((Evidence("bus bandwidth, GB/s", largest["busbw_gbs"]),
                Evidence("bandwidth inside an island, GB/s", largest["within_gbs"]),
                Evidence("of the bandwidth inside", largest["ratio"], "share")) if known else ()),
-            Evidence("exposed transfer of the step", largest["transfer_us"] / 1000 / step, "share")),
+            Evidence("transfer beside nothing, of the step", largest["transfer_us"] / 1000 / step, "share")),
         cause=f"between the islands there is {_between(run, gpus)}, and every ring over them is as slow",
         remedy=_remedy(str(largest["role"]), largest["islands"]), gain_ms=gain,
         gain_how=HOW if gain is not None else "", gpus=tuple(gpus), view="collectives", selection={"by": "group"})

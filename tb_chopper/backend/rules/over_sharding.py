@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from tb_chopper.backend.run import Run
 
 CAUSES = ("islands", "slow_link")
-HALVED = ("exposed transfer of tensor parallelism in a step x (n / 2) / (n - 1), mean over GPUs: with half of the n "
+HALVED = ("transfer of tensor parallelism beside nothing else x (n / 2) / (n - 1), mean over GPUs: with half of the n "
           "ranks and twice the data-parallel groups a message is half as large and its ring shorter; larger gradient "
           "reductions are not counted")
-INSIDE = ("exposed transfer of tensor parallelism in a step x (1 - bandwidth / bandwidth inside a host), no more than "
-          "what no computation hides: mean over GPUs")
+INSIDE = ("transfer of tensor parallelism beside nothing else x (1 - bandwidth / bandwidth inside a host), and what "
+          "computation beside it loses; mean over GPUs")
 
 
 def rule(run: Run) -> list[Finding]:
@@ -89,7 +89,7 @@ def _diagnosis(run: Run, tensor: pd.DataFrame, across: pd.DataFrame, share: floa
         f"tensor parallelism over {size} GPUs{hosts} " + "; ".join(filter(None, (part, fast))),
         title=title,
         evidence=(*(() if share is None else (Evidence("exposed transfer, of the layers' time", share, "share"),)),
-                  Evidence("exposed transfer of a step", float(largest["transfer_us"]), "us"),
+                  Evidence("transfer beside nothing, of a step", float(largest["transfer_us"]), "us"),
                   *(() if reached is None else (Evidence("of the links' peak", reached, "share"),)),
                   Evidence("ranks of the group", size, "count")),
         cause=cause, remedy=remedy, gain_ms=gain, gain_how=how,

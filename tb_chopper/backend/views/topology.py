@@ -27,8 +27,9 @@ DEFINITIONS = {
     "busbw": "Σ bytes · f / Σ transfer over the group's messages that are not bound by latency.",
     "within": "The same over all groups inside one island; else 70 % of the links' peak, what well-tuned rings reach.",
     "ratio": "Bus bandwidth of the group / bandwidth inside an island.",
-    "transfer": "Transfer of a GPU and step under which nothing is computed, waiting left out; mean.",
-    "saved": "What of it would go at the bandwidth inside an island.",
+    "transfer": "Transfer of a GPU and step under which it does nothing else, waiting left out; mean.",
+    "saved": "What of a step would go at the bandwidth inside an island: of the bare transfers, and what computation "
+    "loses beside the others.",
 }
 KINDS = ("fast_link", "pcie_link", "socket_link", "unknown_link")
 KIND_OF = {"NVLink": 0, "XGMI": 0, "PIX": 1, "PXB": 1, "PHB": 1, "NODE": 1, "PCIe": 1, "SYS": 2}
@@ -118,7 +119,7 @@ GROUPS = (
     TableColumn("busbw_gbs", "Bus GB/s", "", DEFINITIONS["busbw"]),
     TableColumn("within_gbs", "GB/s inside", "", DEFINITIONS["within"]),
     TableColumn("ratio", "Ratio", "share", DEFINITIONS["ratio"]),
-    TableColumn("transfer_us", "Exposed transfer", "us", DEFINITIONS["transfer"], bar=True),
+    TableColumn("transfer_us", "Bare transfer", "us", DEFINITIONS["transfer"], bar=True),
     TableColumn("saved_us", "Would be saved", "us", DEFINITIONS["saved"] + " Estimated.", bar=True),
     TableColumn("n_hosts", "Hosts", "count", "Hosts that its GPUs here are on; 1 where the traces name none."),
     TableColumn("size", "Ranks", "count", "Ranks of the group."),

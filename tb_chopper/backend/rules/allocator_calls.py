@@ -30,7 +30,7 @@ def rule(run: Run) -> list[Finding]:
     variable = "PYTORCH_HIP_ALLOC_CONF" if amd else "PYTORCH_CUDA_ALLOC_CONF"
     return [Diagnosis(
         "allocator_calls", severity(found.gain_ms, found.step_ms),
-        f"{found.where}: idle for {found.share}, while the host is in {' and '.join(found.names[:2])}",
+        f"{found.said}, while the host is in {' and '.join(found.names[:2])}",
         title="Memory is allocated from the driver in every step",
         evidence=found.evidence(),
         cause="pinned memory is allocated anew" if pinned else CAUSE,

@@ -25,11 +25,10 @@ def rule(run: Run) -> list[Finding]:
     loading = loading[(loading["kind"] == "loader") & loading["gpu"].isin(found.gpus)]
     window = float(windows.loc[windows["step"].notna() & windows["gpu"].isin(found.gpus), "total_us"].sum())
     share = float(loading["uncovered_us"].sum()) / window
-    late = f"; the others wait for GPU {found.gpu}" if found.alone and run.workers["gpu"].nunique() > 1 else ""
+    late = f"; the others wait for GPU {found.gpu}" if found.alone else ""
     return [Diagnosis(
         "data_stall", severity(found.gain_ms, found.step_ms),
-        f"{found.where} idles {found.share}, while its host waits for data{late}" if found.where != "the GPUs" else
-        f"the GPUs idle {found.share}, while their hosts wait for data",
+        f"{found.said}, while the host waits for data{late}",
         title=f"The data loader of GPU {found.gpu} is late" if found.alone else "The GPUs wait for data",
         evidence=(*found.evidence(), Evidence("loading that no GPU work covers", share, "share")),
         cause="the loader of this process is slower than those of the others" if found.alone else

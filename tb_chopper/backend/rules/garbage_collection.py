@@ -23,7 +23,7 @@ def rule(run: Run) -> list[Finding]:
     longest = (found.rows["end_ns"] - found.rows["start_ns"]).max()
     return [Diagnosis(
         "garbage_collection", severity(found.gain_ms, found.step_ms),
-        f"{found.where}: idle for {found.share}, while Python collects garbage",
+        f"{found.said}, while Python collects garbage",
         title="Garbage collection stops the training",
         evidence=(*found.evidence(), Evidence("longest collection", int(longest) / 1000, "us")),
         cause="the collector walks all objects of the process whenever enough were made",

@@ -33,10 +33,6 @@ class Stall(NamedTuple):
     by_step: pd.Series
 
     @property
-    def where(self) -> str:
-        return f"GPU {self.gpu}" if self.alone else "the GPUs" if self.rows["gpu"].nunique() > 1 else f"GPU {self.gpu}"
-
-    @property
     def gpus(self) -> tuple[int, ...]:
         return (self.gpu,) if self.alone else tuple(sorted(map(int, self.rows["gpu"].unique())))
 
@@ -45,9 +41,11 @@ class Stall(NamedTuple):
         return HOW_ONE.format(gpu=self.gpu) if self.alone else HOW_ALL
 
     @property
-    def share(self) -> str:
-        """`30 ms of a step, 12 %`."""
-        return f"{self.gain_ms:.3g} ms per step, {self.gain_ms / self.step_ms:.1%} of it"
+    def said(self) -> str:
+        """`GPU 2 idles for 15 ms of a step, 12 % of it`."""
+        many = not self.alone and self.rows["gpu"].nunique() > 1
+        who = "the GPUs idle" if many else f"GPU {self.gpu} idles"
+        return f"{who} for {self.gain_ms:.3g} ms of a step, {self.gain_ms / self.step_ms:.1%} of it"
 
     @property
     def hit(self) -> pd.Series:

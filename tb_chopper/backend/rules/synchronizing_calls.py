@@ -30,7 +30,7 @@ def rule(run: Run) -> list[Finding]:
     before = found.rows.groupby(found.rows["next_operation"].astype(str))["idle_ns"].sum().idxmax()
     return [Diagnosis(
         "synchronizing_calls", severity(found.gain_ms, found.step_ms),
-        f"{found.where}: idle for {found.share}, because the host waits for the device in the middle of a step "
+        f"{found.said}, because the host waits for the device in the middle of a step "
         f"({found.names[0]}), mostly before {before}",
         title="The host waits for the GPU in the middle of a step",
         evidence=(*found.evidence(), Evidence("mostly before", str(before), "text")),

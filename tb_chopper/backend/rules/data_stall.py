@@ -24,7 +24,7 @@ def rule(run: Run) -> list[Finding]:
     loading, windows = run.step_stalls(), run.timeline(by=["gpu", "step"])
     loading = loading[(loading["kind"] == "loader") & loading["gpu"].isin(found.gpus)]
     window = float(windows.loc[windows["step"].notna() & windows["gpu"].isin(found.gpus), "total_us"].sum())
-    share = float(loading["uncovered_us"].sum()) / window
+    share = float(loading["uncovered_us"].sum()) / window if window else 0.0
     late = f"; the others wait for GPU {found.gpu}" if found.alone else ""
     return [Diagnosis(
         "data_stall", severity(found.gain_ms, found.step_ms),

@@ -35,6 +35,8 @@ def rule(run: Run) -> list[Finding]:
     rows, step = run.stragglers(), step_ms(run)
     if len(rows) < 2 or step is None:
         return []
+    if run.pipeline_actions()["position"].nunique() > 1:  # stages have different work: pipeline_bubble compares them
+        return []
     late = rows["own_us"] > rows["own_us"].median()
     slow = rows[rows["explained_by"].isin(list(CAUSES)) & (late | (rows["gain_us"] > 0))]
     if not len(slow) or len(slow) == len(rows):

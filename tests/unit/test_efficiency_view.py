@@ -23,10 +23,8 @@ def product(trace: TraceBuilder, start: float, dur: float, blocks: float, op: st
     trace.launch(kernel, start - 6, start, dur, **{"blocks per SM": blocks, "est. achieved occupancy %": 25})
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+def write(folder: Path) -> None:
     """Two GPUs, two steps of 1000: a product at 75 % of the peak, one that fills half of the SMs, one in fp32; idle."""
-    folder = tmp_path_factory.mktemp("efficiency")
     for rank in range(2):
         trace = TraceBuilder(rank=rank, world_size=2)
         trace.head["deviceProperties"][0]["numSms"] = 132
@@ -37,6 +35,12 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
             product(trace, start + 300, 300, 0.5, "aten::bmm")
             product(trace, start + 600, 200, 2.0, "aten::addmm", "ampere_sgemm_128x64_nn", "float")
         trace.write(folder / f"rank{rank}.pt.trace.json")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    folder = tmp_path_factory.mktemp("efficiency")
+    write(folder)
     return tb_chopper.open_run(folder)
 
 

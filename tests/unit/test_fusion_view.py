@@ -9,6 +9,7 @@ from tb_chopper.backend.metrics import fusion
 from tb_chopper.backend.run import Run
 from tb_chopper.backend.views import trace_link
 from tb_chopper.backend.views.view import View
+from tests.builders import TraceBuilder
 from tests.unit.test_fusion import BANDWIDTH, SIZE, Stream, X, products, run_of, trace_of
 from tests.unit.test_fusion_graph_breaks import broken
 
@@ -16,8 +17,7 @@ SWIGLU = 60 - 3 * SIZE / BANDWIDTH
 STEP = 1000
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+def trace_of_patterns() -> TraceBuilder:
     """Three steps: SwiGLU in pieces, attention in pieces, a sum that cat feeds, and a Triton kernel."""
     trace = trace_of()
     for step in range(3):
@@ -27,7 +27,12 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
         products(stream, 1)
         stream.op("aten::cat", 20, shapes=False).op("aten::add", 20, X, X)
         stream.op("triton_poi_fused_add_0", 100, kernel="triton_poi_fused_add_0", shapes=False)
-    return run_of(trace, tmp_path_factory.mktemp("fusion"))
+    return trace
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return run_of(trace_of_patterns(), tmp_path_factory.mktemp("fusion"))
 
 
 def figure(view: View, label: str) -> object:

@@ -82,14 +82,19 @@ def test_ranks_with_several_stages(tmp_path: Path) -> None:
     assert list(view.figures["pipeline"].layout.yaxis.ticktext) == ["GPU 0 · stages 0, 2", "GPU 1 · stages 1, 3"]
 
 
-def test_without_scopes_the_command_is_named(tmp_path: Path) -> None:
+def unnamed(folder: Path) -> Path:
+    """Two ranks that send to each other, without scopes."""
     for rank in range(2):
         trace = TraceBuilder(rank=rank, world_size=2)
         trace.step(0, 0, 100)
         trace.collective("ncclDevKernel_SendRecv(...)", 5, 10, 30, **{
             "Collective name": "send", "Dst Rank": 1 - rank, "Process Group Description": "mesh_pp"})
-        trace.write(tmp_path / f"rank{rank}.pt.trace.json")
-    view = tb_chopper.open_run(tmp_path).view("parallelism")
+        trace.write(folder / f"rank{rank}.pt.trace.json")
+    return folder
+
+
+def test_without_scopes_the_command_is_named(tmp_path: Path) -> None:
+    view = tb_chopper.open_run(unnamed(tmp_path)).view("parallelism")
     assert view.headline == "A pipeline runs here, and no scope tells what its stages do."
     assert "torch_ext.annotate_pipeline(schedule)" in view.missing[0].command
 

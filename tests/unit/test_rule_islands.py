@@ -54,12 +54,23 @@ def test_a_group_over_two_islands(tmp_path: Path):
     assert found.gpus == (0, 1, 2, 3)
     assert "group 1 spans the islands 0-1 | 2-3" in found.message
     assert "50 GB/s, 25% of the 200 GB/s measured inside one" in found.message
-    assert found.title == "Data groups span islands of GPUs"
+    assert found.title == "Data-parallel groups span islands of GPUs"
     assert "SYS" in found.cause
     assert '(2, 2), mesh_dim_names=("replicate", "shard")' in found.remedy
     evidence = {e.label: e.value for e in found.evidence}
     assert evidence["of the bandwidth inside"] == pytest.approx(0.25)
-    assert evidence["transfer beside nothing, of the step"] == pytest.approx(600 / STEP)
+    assert evidence["bare transfer, of the step"] == pytest.approx(600 / STEP)
+
+
+@pytest.mark.parametrize("role, parts, advice", [
+    ("tensor", [[0, 1], [2, 3]], "inside an island of 4 GPUs"),
+    ("expert", [[0], [1]], '("dp", "ep")) with n of 4 at most'),
+    ("data", [[0, 1, 2], [3, 4, 5]], '(2, 3), mesh_dim_names=("replicate", "shard")'),
+    ("shard", [[0], [4]], "replicate over the islands in place of sharding"),
+    ("data", [[0], [4]], "exchange the dimensions of the mesh"),
+])
+def test_advice_fits_the_group(role: str, parts: list[list[int]], advice: str):
+    assert advice in islands._remedy(role, parts, 4)
 
 
 def test_without_groups_inside_an_island(tmp_path: Path):

@@ -53,6 +53,7 @@ def test_too_wide(tmp_path: Path):
         5 * 300 / ELAPSED)
     assert "halve the tensor group to 2" in found.remedy
     assert found.view == "parallelism"
+    assert found.explained_by == ()  # its links are not known to be slow
 
 
 def test_layers_are_what_counts(tmp_path: Path):
@@ -91,7 +92,14 @@ def test_over_hosts(tmp_path: Path):
     (found,) = record(tmp_path, 100, mb=12, hosts=TWO_HOSTS)
     assert found.gain_ms == pytest.approx(0.1 * (1 - 180 / 315))
     assert "on 2 hosts" in found.message
+    assert found.explained_by == ()
     assert "at most 2 ranks" in found.remedy
+
+
+def test_slow_links_of_its_own_groups_explain_it(tmp_path: Path):
+    """8 MB · 1.5 in 300 µs is 40 GB/s, 0.13 of what links inside a host should reach."""
+    (found,) = record(tmp_path, 300, mb=8)
+    assert found.explained_by == over_sharding.CAUSES
 
 
 def test_over_hosts_fast_enough(tmp_path: Path):

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from tb_chopper.backend.run import Run
 
 CAUSES = ("islands", "slow_link")
+"""of slow tensor groups; those of other groups explain nothing here"""
 HALVED = ("transfer of tensor parallelism beside nothing else x (n / 2) / (n - 1), mean over GPUs: with half of the n "
           "ranks and twice the data-parallel groups a message is half as large and its ring shorter; larger gradient "
           "reductions are not counted")
@@ -93,7 +94,8 @@ def _diagnosis(run: Run, tensor: pd.DataFrame, across: pd.DataFrame, share: floa
                   *(() if reached is None else (Evidence("of the links' peak", reached, "share"),)),
                   Evidence("ranks of the group", size, "count")),
         cause=cause, remedy=remedy, gain_ms=gain, gain_how=how,
-        gpus=tuple(sorted(set().union(*tensor["gpus"]))), view="parallelism", explained_by=CAUSES)
+        gpus=tuple(sorted(set().union(*tensor["gpus"]))), view="parallelism",
+        explained_by=CAUSES if (tensor["ratio"] < thresholds.ISLANDS_SLOW).any() else ())
 
 
 def _of_host(run: Run) -> int:

@@ -48,8 +48,8 @@ def loader_ms(run: Path, rank: int) -> list[float]:
 
 def test_a_late_loader_is_late_by_its_size(runs):
     late, clean = (loader_ms(runs[name], 1) for name in ("late", "clean"))
-    assert [a - b for a, b in zip(late, clean, strict=True)] == pytest.approx([15, 0, 15, 0], abs=0.01)  # 10, 12
-    assert loader_ms(runs["late"], 0) == pytest.approx(loader_ms(runs["clean"], 0), abs=0.01)
+    assert [a - b for a, b in zip(late, clean, strict=True)] == pytest.approx([15, 0, 15, 0], abs=1e-5)  # 10, 12
+    assert loader_ms(runs["late"], 0) == pytest.approx(loader_ms(runs["clean"], 0), abs=1e-5)
     assert truth(runs["late"])["planted"] == [{"fault": "late_loader", "ms_by_rank": {"1": 15.0}, "every_steps": 2}]
 
 

@@ -111,7 +111,8 @@ def levels(rank: Rank) -> list[Levels]:
     growth = _rounded(config.faults.growth.get(rank.rank, 0))
     first_inside, first_gradients = blocks(config, rank.warm.program)
     held = sum(b.bytes for b in first_gradients)
-    allocated, made = base_bytes(config, rank.rank) + held, []
+    allocated = base_bytes(config, rank.rank) + held
+    made: list[Levels] = []
     plans = {id(step.program): blocks(config, step.program) for step in rank.steps}
     # The warm-up step has needed as much before.
     reserved = _segments(allocated + int(np.cumsum(_events(first_inside)[1]).max(initial=0)))

@@ -61,8 +61,11 @@ def transfer_ns(name: str, n_bytes: float, config: Config, members: Sequence[int
 
 def slowdown(config: Config, members: Sequence[int] = ()) -> float:
     """How many times slower than the links inside a host the slowest link between these ranks is."""
-    hosts = {rank // config.gpus_per_host for rank in members or range(config.ranks)}
-    return 1.0 if len(hosts) == 1 else BETWEEN_HOSTS
+    ranks = members or range(config.ranks)
+    if len({rank // config.gpus_per_host for rank in ranks}) > 1:
+        return BETWEEN_HOSTS
+    halves = {rank % config.gpus_per_host < config.gpus_per_host // 2 for rank in ranks}
+    return 1.0 / config.faults.islands if config.faults.islands is not None and len(halves) > 1 else 1.0
 
 
 def power_cap_w(config: Config, rank: int) -> float:

@@ -18,6 +18,7 @@ from tb_chopper.backend.simulate import (
     schedule,
     sidecar,
     telemetry,
+    topology,
     training_step,
     truth,
     workload,
@@ -72,6 +73,7 @@ def _write_run(directory: Path, config: Config, progress: Progress) -> None:
     for host in range(config.hosts):
         members = slice(host * config.gpus_per_host, (host + 1) * config.gpus_per_host)
         telemetry.write(directory, ranks[members], timeline.ranks[members])
+        topology.write(directory, config, ranks[members][0].host, members.start)
     job = _Job(directory, ranks, timeline, kineto.Templates(config, [p for steps in of_places for p in steps[1:]]))
     parts = []
     for part in _map(job):
@@ -126,8 +128,8 @@ def _clear(directory: Path) -> None:
     """Remove what an earlier simulation wrote here, and nothing else."""
     if directory.is_dir() and any(directory.iterdir()) and not (directory / truth.DIRECTORY / truth.SUMMARY).is_file():
         raise InvalidSelection(f"{directory} is not empty and holds no simulated run: choose another output directory")
-    written = (f"*{kineto.SUFFIX}*", f"*{sidecar.SUFFIX}", f"*{telemetry.SUFFIX}", f"{rocprofv3.DIRECTORY}/**/*.csv",
-               f"{truth.DIRECTORY}/*")
+    written = (f"*{kineto.SUFFIX}*", f"*{sidecar.SUFFIX}", f"*{telemetry.SUFFIX}", f"*{topology.SUFFIX}",
+               f"{rocprofv3.DIRECTORY}/**/*.csv", f"{truth.DIRECTORY}/*")
     for pattern in written:
         for path in directory.glob(pattern):
             path.unlink()

@@ -91,7 +91,7 @@ class _Rank:
         self.groups = plan.groups(config, rank)
         self.next, self.previous = (plan.neighbour(config, rank, forward) for forward in (True, False))
         self.rng = np.random.default_rng([config.seed, rank])
-        self.controller = physics.PowerController(config, rank, self.rng)
+        self.controller = physics.PowerController(config, rank, np.random.default_rng([config.seed, rank, 1]))
         base = script.cycles
         jitter = config.faults.jitter
         self.work_array = base * np.clip(1.0 + jitter * self.rng.standard_normal(n), 0.5, 1.5) if jitter else base

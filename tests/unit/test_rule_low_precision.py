@@ -35,8 +35,8 @@ def test_the_gain_is_the_time_at_the_faster_peak(tmp_path: Path, dur: float, spe
 
 
 @pytest.mark.parametrize(("kernel", "kind"), [
-    ("cutlass_80_tensorop_s1688gemm_128x64", "float"), ("nvjet_tst_128x256", "c10::BFloat16")])
-def test_silent_for_tf32_and_bf16(tmp_path: Path, kernel: str, kind: str) -> None:
+    ("cutlass_80_tensorop_s1688gemm_128x64", "float"), ("nvjet_tst_128x256", "c10::BFloat16"), ("my_gemm", "float")])
+def test_silent_for_tf32_and_bf16_and_names_that_tell_nothing(tmp_path: Path, kernel: str, kind: str) -> None:
     def step(trace: TraceBuilder, rank: int, start: float, number: int) -> None:
         product(trace, start + 10, 900, kernel, kind)
 

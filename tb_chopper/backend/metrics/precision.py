@@ -84,12 +84,17 @@ def matrix_types(kernels: pd.DataFrame, recorded: pd.Series) -> pd.Series:
     """Data type (of TYPES) in which each row multiplies: the recorded one of its operands, else its name's; null where
     neither tells. fp32 operands are multiplied as tf32 on tensor cores."""
     names = kernels["name"]
-    named = np.array([*map(_type_in, names.cat.categories), None], dtype=object)[names.cat.codes.to_numpy()]
+    named = named_types(names)
     told = recorded.astype(object).to_numpy()
     kind = np.where(pd.notna(told), told, named)
     tf32 = _has(_TF32, names) | (on_matrix_cores(names) & ~_has(_AMD, names))
     return pd.Series(pd.Categorical(np.where((kind == "fp32") & tf32, "tf32", kind), categories=list(TYPES)),
                      kernels.index)
+
+
+def named_types(names: pd.Series) -> np.ndarray:
+    """Data type (of TYPES) that each kernel's name (categorical) tells, None where it tells none."""
+    return np.array([*map(_type_in, names.cat.categories), None], dtype=object)[names.cat.codes.to_numpy()]
 
 
 def on_matrix_cores(names: pd.Series) -> np.ndarray:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tb_chopper.backend import flops
-from tb_chopper.backend.metrics.precision import MATRIX_TYPES, matrix_types
+from tb_chopper.backend.metrics.precision import MATRIX_TYPES, matrix_types, named_types
 from tb_chopper.backend.rules import thresholds
 from tb_chopper.backend.rules.diagnosis import Diagnosis, Evidence, largest, severity, step_ms
 
@@ -18,14 +18,16 @@ HOW = ("time of the fp32 products in a step x (1 - peak of fp32 / peak of bf16),
 
 
 def rule(run: Run) -> list[Finding]:
-    """One diagnosis for all products in fp32 whose GPU has a faster bf16."""
+    """One diagnosis for all products in fp32 whose GPU has a faster bf16. The operands are recorded as fp32 and the
+    kernels' names say that they are multiplied as such: a name that tells nothing may stand for tf32."""
     step = step_ms(run)
     if step is None or (run.kernels["device"] == "cpu").all():
         return []
     steps = run.own_times["step"].unique().tolist()
-    types = run.precision(by=["gpu", "dtype"], where={"step": steps})
+    types = run.precision(by=["gpu", "dtype", "kernel"], where={"step": steps})
     windows = len(run.launches(by=["gpu", "step"], where={"step": steps}))
-    slow = types[(types["dtype"] == "fp32").to_numpy()].set_index("gpu")["time_us"]
+    plain = named_types(types["kernel"].astype("category")) == "fp32"
+    slow = types[plain & (types["dtype"] == "fp32").to_numpy()].groupby("gpu")["time_us"].sum()
     faster = {gpu: ratio for gpu in slow.index if (ratio := _peak_ratio(run, gpu, "bf16"))}
     time = slow[list(faster)]
     if not len(time):
@@ -39,7 +41,7 @@ def rule(run: Run) -> list[Finding]:
     share = float(slow.sum() / types["time_us"].sum())
     rows = run.kernels[run.kernels["op_type"].isin(MATRIX_TYPES) & run.kernels["step"].isin(steps)]
     recorded = flops.operator_costs(rows["cpu_op"], rows["op_args"])["dtype"]
-    products = rows[(matrix_types(rows, recorded) == "fp32").to_numpy()]
+    products = rows[(matrix_types(rows, recorded) == "fp32").to_numpy() & (named_types(rows["name"]) == "fp32")]
     return [Diagnosis(
         "low_precision", severity(gain, step),
         f"{share:.0%} of the GEMM and attention time is fp32 ({us / 1000:.3g} ms of a step of {step:.3g} ms), which "

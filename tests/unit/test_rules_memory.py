@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 import pytest
 
@@ -72,6 +73,21 @@ def test_growth_is_robust():
     floors[7] += 5 * GIB
     found = memory.growth(pd.DataFrame({"step": range(20), "floor_bytes": floors}))
     assert found.per_step_bytes == 10 * MIB and not found.steady
+
+
+@pytest.mark.parametrize("kept, steady", [(64 * MIB, True), (0, False)])
+def test_growth_under_accumulated_gradients(kept: int, steady: bool):
+    """Gradients of 500 MiB live from the first step of a cycle of three to its last."""
+    floors = [GIB + kept * i + (500 * MIB if i % 3 else 0) for i in range(9)]
+    found = memory.growth(pd.DataFrame({"step": range(9), "floor_bytes": floors}))
+    assert found.steady == steady and (found.per_step_bytes == kept or not steady)
+
+
+def test_floors_that_vary_at_random_do_not_grow_steadily():
+    random = np.random.default_rng(5)
+    levels = [pd.DataFrame({"step": range(n), "floor_bytes": random.uniform(1, 2, n) * GIB})
+              for n in (4, 5, 8, 12, 20) for _ in range(200)]
+    assert sum(memory.growth(made).steady for made in levels) <= 5
 
 
 def test_memory_is_almost_full(tmp_path: Path):

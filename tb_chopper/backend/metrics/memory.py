@@ -22,6 +22,9 @@ ALLOCATIONS = ("gpu", "t_ns", "bytes", "allocated_bytes", "reserved_bytes", "ste
 STEADY, STEADY_STEPS, STEADY_BYTES = 0.5, 4, 2**20
 """a floor grows steadily where each of at least so many steps lies at least this share of the growth, and the growth at
 least so many bytes, above the one before"""
+CYCLES = 5
+"""where the floor falls now and then, as gradients are freed after several steps: so many steps that lie above those a
+cycle before, by the growth within a factor of 1 / STEADY"""
 MAX_STEPS = 1000
 """beyond these every k-th step tells the growth: all pairs are compared"""
 
@@ -185,7 +188,7 @@ def activations(events: pd.DataFrame, kernels: pd.DataFrame) -> pd.DataFrame:
 
 class Growth(NamedTuple):
     """How the floor of a GPU's steps changes. per_step_bytes: robust slope, missing below two steps; steady: it rises
-    in every step, by about as much; n_steps."""
+    all the time, by about as much; n_steps."""
 
     per_step_bytes: float
     steady: bool
@@ -195,17 +198,27 @@ class Growth(NamedTuple):
 def growth(levels: pd.DataFrame) -> Growth:
     """The growth of one gpu's floor (step, floor_bytes of `step_memory`), by the median of the slopes of all pairs of
     steps: one step that holds more for once changes nothing. Steady: at least STEADY_STEPS steps, each above the one
-    before by at least STEADY of that: what is allocated once, as the states of an optimizer are, does not count."""
+    before by at least STEADY of that: what is allocated once, as the states of an optimizer are, does not count. Where
+    gradients are accumulated over some steps the floor rises and falls: then steps a cycle apart are compared, and the
+    slope is the median of theirs."""
     own = levels.sort_values("step", kind="stable")
     own = own.iloc[::max(1, -(-len(own) // MAX_STEPS))]
     step, floor = own["step"].to_numpy(np.float64), own["floor_bytes"].to_numpy(np.float64)
-    i, j = np.triu_indices(len(step), 1)
+    n = len(step)
+    i, j = np.triu_indices(n, 1)
     if not len(i):
-        return Growth(np.nan, False, len(step))
+        return Growth(np.nan, False, n)
     slope = float(np.median((floor[j] - floor[i]) / (step[j] - step[i])))
     rises = np.diff(floor) / np.diff(step)
-    return Growth(slope, len(step) >= STEADY_STEPS and slope >= STEADY_BYTES and bool((rises >= STEADY * slope).all()),
-                  len(step))
+    if n >= STEADY_STEPS and slope >= STEADY_BYTES and (rises >= STEADY * slope).all():
+        return Growth(slope, True, n)
+    longest = min(n // 2, n - CYCLES) if (rises < 0).any() else 0
+    for cycle in range(2, longest + 1):
+        rates = (floor[cycle:] - floor[:-cycle]) / (step[cycle:] - step[:-cycle])
+        rate = float(np.median(rates))
+        if rate >= STEADY_BYTES and ((rates >= STEADY * rate) & (rates <= rate / STEADY)).all():
+            return Growth(rate, True, n)
+    return Growth(slope, False, n)
 
 
 def _growth(levels: pd.DataFrame, headroom: float) -> dict[str, object]:

@@ -20,8 +20,7 @@ HOW = "a risk: no time is gained until the allocator runs out and frees its cach
 
 
 def rule(run: Run) -> list[Finding]:
-    """One diagnosis for all GPUs (processes, without any) whose floor rises in every one of at least four steps, by
-    about as much."""
+    """One diagnosis for all GPUs (processes, without any) whose floor rises steadily over at least four steps."""
     rows = run.memory()
     grown = rows[rows["steady"].astype(bool)]
     if not len(grown):
@@ -41,5 +40,5 @@ def rule(run: Run) -> list[Finding]:
         evidence=(Evidence("growth per step", per_step, "bytes"), Evidence("steps", int(worst["n_steps"])),
                   *((Evidence("steps until full", round(left)),) if math.isfinite(left) else ()),
                   Evidence("source", str(worst["source"]))),
-        cause="the lowest level of each step lies above that of the step before: tensors of each step are kept",
+        cause="the lowest level rises by about as much from step to step: tensors of each step are kept",
         remedy=REMEDY, gain_how=HOW, gpus=gpus, view="memory", selection={"gpu": gpu})]

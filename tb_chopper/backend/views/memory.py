@@ -23,7 +23,7 @@ DEFINITIONS = {
     "floor": "Lowest level in any step: parameters, gradients and optimizer states that stay.",
     "growth": "Floor of the last step − floor of the first: what is kept and perhaps should not be.",
     "per_step": "Growth of the floor per step: the median slope over all pairs of steps.",
-    "steps_left": "Headroom / growth per step, where the floor rises in every one of at least four steps. Estimated.",
+    "steps_left": "Headroom / growth per step, where the floor rises steadily over at least four steps. Estimated.",
     "reserved": "Largest amount that the allocator held.",
     "fragmentation": "1 − allocated / reserved at the peak.",
     "used": "Memory of the device in use, as the driver counts: all processes, and what allocators only keep.",

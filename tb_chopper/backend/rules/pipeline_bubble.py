@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from tb_chopper.backend.run import Run
 
 PARTS = ("halved_gain_us", "imbalance_us", "transfer_excess_us")
-HALVED = ("half of the bubble of the perfect schedule, (p - 1) / (v m) of the work of a rank: with twice the "
-          "microbatches m of half the size, or twice the stages per rank v, if kernels stay as efficient; mean over "
-          "pipelines, median over steps")
+HALVED = ("half of the bubble of the perfect schedule, (p - 1) / (v m) of the work of a rank: with twice the stages "
+          "per rank v, or twice the microbatches m of half the size if kernels stay as efficient; mean over pipelines, "
+          "median over steps")
 EQUAL = ("length of the schedule played again without delays, with the mean durations of each stage - with those of "
          "all stages; mean over pipelines, median over steps")
 PROMPT = ("length of the schedule - that of the same actions played again, each as soon as its inputs are computed; "
@@ -57,6 +57,8 @@ def _fill_and_drain(run: Run, shape: pd.Series, gain: float, step: float, share:
     now, then = theory(schedule, ranks, virtual, m), theory(schedule, ranks, virtual, 2 * m)
     more = "more stages per rank" if schedule == INTERLEAVED else \
         "two stages per rank (ScheduleInterleaved1F1B; Megatron-LM: --num-layers-per-virtual-pipeline-stage)"
+    smaller = (f"{2 * m} microbatches: of the same size where the batch may grow, of half the size where kernels stay "
+               "efficient")
     return Diagnosis(
         "pipeline_bubble", severity(gain, step),
         f"{schedule} over {ranks} ranks with {m} microbatches idles for {now:.0%} of its time even if nothing is late: "
@@ -66,7 +68,7 @@ def _fill_and_drain(run: Run, shape: pd.Series, gain: float, step: float, share:
                   Evidence("with twice the microbatches", then, "share"), Evidence("microbatches", m, "count"),
                   Evidence("ranks", ranks, "count")),
         cause="too few microbatches for so many ranks",
-        remedy=f"{2 * m} microbatches of half the size, or {more}", gain_ms=gain, gain_how=HALVED,
+        remedy=f"{more}; or {smaller}", gain_ms=gain, gain_how=HALVED,
         view="parallelism", kernel=_behind_largest(run))
 
 

@@ -77,15 +77,17 @@ def blocks(config: Config, program: Program) -> tuple[list[Block], list[Block]]:
     for several, n in ((gathered, "out_nelems"), (reduced, "in_nelems")):
         for k, item in enumerate(several):
             until = several[k + ALIVE].begin if k + ALIVE < len(several) else _end_of(program, item)
-            inside.append(Block(_rounded(getattr(item.collective, n) * BF16), item.begin, until))
+            if until > item.begin:
+                inside.append(Block(_rounded(getattr(item.collective, n) * BF16), item.begin, until))
     last = next((i.begin for i in reversed(program.items) if i.phase == "optimizer"), -1)
     return inside, [Block(_rounded(i.collective.out_nelems * BF16), i.begin, end if last >= 0 else -1)
                     for i in reduced if i.collective is not None]
 
 
 def _end_of(program: Program, item: Item) -> int:
-    """Where the phase of an item ends."""
-    return max(i.begin for i in program.items if i.phase == item.phase)
+    """Where what follows the phase of an item begins."""
+    last = max(k for k, i in enumerate(program.items) if i.phase == item.phase)
+    return program.items[min(last + 1, len(program.items) - 1)].begin
 
 
 def _activations(config: Config, items: Sequence[Item]) -> Iterator[Block]:

@@ -103,10 +103,14 @@ def on_matrix_cores(names: pd.Series) -> np.ndarray:
 
 
 def peaks(kernels: pd.DataFrame, dtype: pd.Series, gpus: Gpus) -> pd.Series:
-    """Peak of each row's GPU and data type in FLOP/s, NaN where not known."""
-    table = {(gpu, name): peak.flop_per_s for gpu, h in gpus.items() if h for name, peak in h.peaks.items()}
-    codes, pairs = pd.MultiIndex.from_arrays([kernels["gpu"], dtype.astype(object)]).factorize()
-    return pd.Series(np.array([*(table.get(pair, np.nan) for pair in pairs), np.nan])[codes], kernels.index)
+    """Peak of each row's GPU and data type (categorical of TYPES) in FLOP/s, NaN where not known."""
+    place, present = pd.factorize(kernels["gpu"])
+    table = np.full((len(present), len(TYPES) + 1), np.nan)  # the last column: no type
+    for i, gpu in enumerate(present):
+        known = gpus.get(gpu)
+        if known is not None:
+            table[i, :-1] = [peak.flop_per_s if (peak := known.peak(t)) else np.nan for t in TYPES]
+    return pd.Series(table[place, dtype.cat.codes.to_numpy()], kernels.index)
 
 
 def _type_in(name: str) -> str | None:

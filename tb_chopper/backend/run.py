@@ -342,10 +342,13 @@ class Run:
     @lazy
     def _pipelined(self) -> pd.DataFrame:
         ranks = {p.get("pp") for p in self._told_to_handler("parallel").values()}
-        world = self.workers["world_size"].max()
+        steps, world = self._comparable_steps, self.workers["world_size"].max()
+        cut = steps.loc[~steps["complete"], "step"].unique()
+        actions = grouping.select(self.actions, {"capture": self._comparable[0]})
+        whole = actions[~actions["step"].isin(cut)]
         here = pd.isna(world) or self.workers["gpu"].nunique() >= int(world)
-        return pipeline.actions(grouping.select(self.actions, {"capture": self._comparable[0]}), self._offsets_ns(),
-                                self._members(), ranks.pop() if len(ranks) == 1 else None, bool(here))
+        return pipeline.actions(whole if len(whole) else actions, self._offsets_ns(), self._members(),
+                                ranks.pop() if len(ranks) == 1 else None, bool(here))
 
     def pipeline_actions(self, where: Where = None) -> pd.DataFrame:
         """What each stage of a pipeline did with each microbatch; see metrics.pipeline.actions."""

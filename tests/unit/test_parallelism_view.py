@@ -111,6 +111,9 @@ def test_missing_stages_are_told(tmp_path: Path) -> None:
     (traced(tmp_path) / "rank1.pt.trace.json").unlink()
     view = tb_chopper.open_run(tmp_path).view("parallelism")
     assert [m.what for m in view.missing] == ["The whole pipeline"]
+    assert "of the stages that are here" in view.headline
+    assert {k.label for k in view.key_figures if k.source == "unavailable"} == {
+        "Above it, per step", "By unequal stages", "By messages, launches"}
     json.dumps(view.as_dict(), allow_nan=False)
 
 

@@ -246,6 +246,11 @@ def test_schedules_are_recognised_by_order(
     assert (shape["schedule"], shape["n_ranks"], shape["complete"]) == (name, 4, len(here) == 4)
 
 
+def test_a_missing_microbatch_makes_it_incomplete() -> None:
+    assert pipeline.shapes(of(UNEVEN))["complete"].tolist() == [True]
+    assert pipeline.shapes(of(UNEVEN[:5] + UNEVEN[6:]))["complete"].tolist() == [False]  # F1 of stage 1
+
+
 def test_an_order_of_no_known_schedule_has_no_theory() -> None:
     order = [("F", 0, 0), ("F", 0, 1), ("B", 0, 0), ("F", 0, 2), ("B", 0, 1), ("B", 0, 2)]
     found = pipeline.pipeline(of(played([order, [(k, 1, m) for k, _, m in order]], 10, 20)))
@@ -306,6 +311,25 @@ def test_a_trace(tmp_path: Path, scopes: str) -> None:
     # a second time, from the cache
     again = tb_chopper.open_run(tmp_path).pipeline()
     assert again["bubble_us"].tolist() == [90, 30]
+
+
+def test_steps_that_the_capture_cut_are_left_out(tmp_path: Path) -> None:
+    """On one rank the third step ends early: nobody's third step counts."""
+    for rank in range(2):
+        trace = TraceBuilder(rank=rank, world_size=2)
+        for step in range(3):
+            trace.step(step, 400 * step, 399)
+            for i, (_, kind, stage, mb, start, end) in enumerate(r for r in UNEVEN if r[0] == rank):
+                if step == 2 and rank == 1 and i:
+                    continue
+                at = 400 * step + 1 + 20 * i
+                trace.annotation(f"chopper::pp::{kind}::stage{stage}::mb{mb}", at, 15)
+                trace.launch("gemm", at + 3, 400 * step + start + 50, end - start)
+        trace.write(tmp_path / f"rank{rank}.pt.trace.json")
+    run = tb_chopper.open_run(tmp_path)
+    assert len(run.actions) == 4 * 3 + 4 * 2 + 1
+    assert run.pipeline("step")["step"].tolist() == [0, 1]
+    assert run.pipeline_what_if["complete"].all()
 
 
 def test_all_to_all_is_no_message(tmp_path: Path) -> None:

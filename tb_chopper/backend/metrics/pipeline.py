@@ -102,18 +102,19 @@ SHAPE_COLUMNS = (*PASS, "schedule", "told", "n_ranks", "n_stages", "virtual_stag
 def shapes(done: pd.DataFrame) -> pd.DataFrame:
     """One row per pass of `actions`; SHAPE_COLUMNS: schedule, recognised by the order of the actions on every rank
     (GPipe | 1F1B | interleaved | zero bubble | unknown), told (class in the schedule's scope, or null), n_ranks (of
-    the pipeline), n_stages, virtual_stages (per rank), microbatches, complete (every stage is known to be here)."""
+    the pipeline), n_stages, virtual_stages (per rank), microbatches, complete (every stage is known to be here, with
+    the forward of every microbatch)."""
     rows = []
     for key, own in done.groupby(PASS, sort=True):
         told = next(iter(own["schedule"].dropna()), None)
         cls, stages = _told(told)
         virtual = int(own.groupby("gpu")["stage"].nunique().max())
+        microbatches = int(own["microbatch"].nunique())
         ranks = own["ranks"].iloc[0]
         known = stages or (None if pd.isna(ranks) else int(ranks) * virtual)
         n_stages = max(known or 0, int(own["stage"].max()) + 1)
-        complete = known is not None and own["stage"].nunique() == n_stages
+        complete = known is not None and (own["kind"] == FORWARD).sum() == n_stages * microbatches
         n_ranks = -(-n_stages // virtual)
-        microbatches = int(own["microbatch"].nunique())
         rows.append((*key, recognised(own, n_ranks), cls, n_ranks, n_stages, virtual, microbatches, complete))
     return pd.DataFrame(rows, columns=list(SHAPE_COLUMNS))
 

@@ -49,7 +49,8 @@ NO_STEPS = Missing(
 )
 OTHER_STAGES = Missing(
     "The whole pipeline",
-    "Some stages of the pipeline are on ranks whose traces are not here: bubbles are at least what is shown.",
+    "Some stages of the pipeline, or some of their microbatches, are not here: bubbles are at least what is shown, and "
+    "what makes the schedule longer than its theory cannot be told.",
     "chopper_trace_handler on every rank, all writing to one directory",
 )
 
@@ -164,9 +165,13 @@ def _headline(rows: pd.DataFrame, cost: pd.DataFrame, stages: pd.DataFrame, noun
     several = f" ({text.count(pipes, 'pipeline')})" if pipes > 1 else ""
     line = (f"{_name(shape['schedule'])} over {ranks}{several}, {m} microbatch{'es' if m > 1 else ''}: "
             f"{text.share(share)} of the time is bubble")
+    if not cost["complete"].all():
+        line += ", of the stages that are here"
     if shape["schedule"] == pipelines.UNKNOWN:
         return f"{line}."
     line += f"; a perfect schedule would have {text.share(_theory_share(rows))}."
+    if not cost["complete"].all():
+        return line
     worst = {"unequal stages": cost["imbalance_us"].mean(), "unequal microbatches": cost["variation_us"].mean(),
              "messages and launches": cost["transfer_excess_us"].mean()}
     cause = max(worst, key=lambda c: worst[c])
@@ -194,7 +199,13 @@ def _key_figures(rows: pd.DataFrame, cost: pd.DataFrame, stages: pd.DataFrame, n
     per_rank = f" · {text.count(int(shape['virtual_stages']), 'stage')} per rank"
     slow = stages.loc[stages["slower"].idxmax()]
     theory = _theory_share(rows)
-    known = theory == theory
+    known, whole = theory == theory, bool(cost["complete"].all())
+    above = whole and known
+
+    def extra(label: str, column: str, definition: str, told: bool, color: str = "") -> KeyFigure:
+        return KeyFigure(label, cost[column].mean() if told else None, "us", definition,
+                         "estimated" if told else "unavailable", color=color)
+
     return (
         KeyFigure("Schedule", _name(shape["schedule"]), "text", DEFINITIONS["schedule"],
                   note=f"{m} microbatch{'es' if m > 1 else ''}{per_rank}"),
@@ -202,11 +213,9 @@ def _key_figures(rows: pd.DataFrame, cost: pd.DataFrame, stages: pd.DataFrame, n
                   note=f"{text.duration(rows['bubble_us'].mean())} per step and {noun}", color=COLORS["bubble"]),
         KeyFigure("Perfect schedule", theory if known else None, "share", DEFINITIONS["theory"],
                   "estimated" if known else "unavailable"),
-        KeyFigure("Above it, per step", cost["excess_us"].mean() if known else None, "us", DEFINITIONS["excess"],
-                  "estimated" if known else "unavailable"),
-        KeyFigure("By unequal stages", cost["imbalance_us"].mean(), "us", DEFINITIONS["imbalance"], "estimated"),
-        KeyFigure("By messages, launches", cost["transfer_excess_us"].mean(), "us", DEFINITIONS["transfer"],
-                  "estimated", color=COLORS["message"]),
+        extra("Above it, per step", "excess_us", DEFINITIONS["excess"], above),
+        extra("By unequal stages", "imbalance_us", DEFINITIONS["imbalance"], whole),
+        extra("By messages, launches", "transfer_excess_us", DEFINITIONS["transfer"], whole, COLORS["message"]),
         KeyFigure("Slowest stage", slow["slower"], "share", DEFINITIONS["slower"],
                   note=f"stage {int(slow['stage'])}, above the mean"),
     )

@@ -22,9 +22,9 @@ ALLOCATIONS = ("gpu", "t_ns", "bytes", "allocated_bytes", "reserved_bytes", "ste
 STEADY, STEADY_STEPS, STEADY_BYTES = 0.5, 4, 2**20
 """a floor grows steadily where each of at least so many steps lies at least this share of the growth, and the growth at
 least so many bytes, above the one before"""
-CYCLES = 5
-"""where the floor falls now and then, as gradients are freed after several steps: so many steps that lie above those a
-cycle before, by the growth within a factor of 1 / STEADY"""
+CYCLES, ALIKE = 5, 0.25
+"""where the floor falls now and then, as gradients are freed after several steps: so many steps, all but one, that lie
+above those a cycle before by the growth, within this share of it"""
 MAX_STEPS = 1000
 """beyond these every k-th step tells the growth: all pairs are compared"""
 
@@ -216,7 +216,8 @@ def growth(levels: pd.DataFrame) -> Growth:
     for cycle in range(2, longest + 1):
         rates = (floor[cycle:] - floor[:-cycle]) / (step[cycle:] - step[:-cycle])
         rate = float(np.median(rates))
-        if rate >= STEADY_BYTES and ((rates >= STEADY * rate) & (rates <= rate / STEADY)).all():
+        alike = int((np.abs(rates - rate) <= ALIKE * rate).sum())
+        if rate >= STEADY_BYTES and alike >= max(CYCLES, len(rates) - 1):
             return Growth(rate, True, n)
     return Growth(slope, False, n)
 

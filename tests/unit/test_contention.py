@@ -25,10 +25,27 @@ def test_overlapped_time_runs_at_four_fifths():
 
 
 def test_kernels_that_are_longer_for_another_reason_are_no_contention():
-    """Twice as long, half of it overlapped or none of it, in equal parts: overlap grows with the duration."""
-    rows = [r for i, (dur, share) in enumerate([(80, 0), (80, 0.5), (160, 0), (160, 0.5)] * 5)
-            for r in row(1000 * i, dur, share * dur)]
-    assert contention(tables.kernels(rows)) == pytest.approx(0, abs=1e-9)
+    """Twice as long, half of it overlapped or none of it, in equal parts: overlap grows with the duration. Of twenty
+    such kernels nothing can be told; of a thousand that there is none."""
+    def some(times: int) -> list[dict]:
+        return [r for i, (dur, share) in enumerate([(80, 0), (80, 0.5), (160, 0), (160, 0.5)] * times)
+                for r in row(1000 * i, dur, share * dur)]
+
+    assert np.isnan(contention(tables.kernels(some(5))))
+    assert contention(tables.kernels(some(250))) == pytest.approx(0, abs=1e-9)
+
+
+def test_types_of_work_differ():
+    """GEMMs lose a fifth of 3/4 of the overlapped time, vectors nothing of the rest."""
+    rows = []
+    for i, share in enumerate((0, 0.5, 1.0)):
+        rows += row(2000 * i, 240 / (1 - 0.2 * share), share * 240 / (1 - 0.2 * share), name="gemm", op_type="gemm")
+        rows += row(2000 * i + 1000, 90, share * 90, name="add", op_type="vector")
+    gemm, vector = 240 * 0.5 / 0.9 + 240 / 0.8, 1.5 * 90
+    assert contention(tables.kernels(rows)) == pytest.approx(0.2 * gemm / (gemm + vector), rel=1e-4)
+    # Attention that is always overlapped tells nothing, and counts as not slower.
+    rows += row(9000, 500, 500, name="flash", op_type="attention")
+    assert contention(tables.kernels(rows)) == pytest.approx(0.2 * gemm / (gemm + vector + 500), rel=1e-4)
 
 
 def test_different_kernels_are_not_compared():

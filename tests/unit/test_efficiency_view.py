@@ -11,6 +11,7 @@ from tb_chopper.backend.run import Run
 from tb_chopper.backend.views import trace_link
 from tb_chopper.backend.views.view import View
 from tests.builders import TraceBuilder
+from tests.unit import sampled_runs
 
 BIG = [[4096, 4096], [4096, 4096]]
 AT_PEAK = 2 * 4096**3 / 989.43e12 * 1e6
@@ -124,3 +125,18 @@ def test_a_profile_without_gpu_says_so(tmp_path: Path) -> None:
     trace.write(tmp_path / "w.pt.trace.json")
     view = tb_chopper.open_run(tmp_path).view("efficiency")
     assert view.missing and not view.tables
+
+
+def test_the_sampled_twins_stand_beside_the_estimates(tmp_path: Path) -> None:
+    """Two steps of 10 ms; the hardware counts 40 % and then 60 % of the SMs, and before and after something else."""
+    sampled_runs.gpu_trace(tmp_path, [(20, 30), (30, 40)])
+    sampled_runs.log(tmp_path, 60, {0: lambda ms: {
+        "sm_activity_pct": 40 if 20 <= ms < 30 else 60 if 30 <= ms < 40 else 5, "tensor_activity_pct": 30}})
+    view = tb_chopper.open_run(tmp_path).view("efficiency")
+    row = view.tables["gpus"].rows.iloc[0]
+    # The first kernel starts 10 µs after the reading at 20 ms: 9 readings of the first step, 10 of the second.
+    assert row["sm_active"] == pytest.approx((9 * 0.4 + 10 * 0.6) / 19) and row["tensor_active"] == pytest.approx(0.3)
+    assert "sm_occupancy" not in [c.name for c in view.tables["gpus"].columns]
+    assert next(k.note for k in view.key_figures if k.label == "SM efficiency") == "sampled: 51 %"
+    second = tb_chopper.open_run(tmp_path).view("efficiency", step=1)
+    assert second.tables["gpus"].rows["sm_active"].iloc[0] == pytest.approx(0.6)

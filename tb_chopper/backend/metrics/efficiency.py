@@ -88,6 +88,21 @@ PARTS = ("lost_us", "ideal_us", "below_us", "unknown_us")
 """What the time of compute kernels went to."""
 
 
+SAMPLED = {"sm_active": "sm_activity_pct", "sm_occupancy": "sm_occupancy_pct", "tensor_active": "tensor_activity_pct"}
+"""What hardware counts and a sampler reads (NVML's GPM): the twins of SM efficiency, occupancy and matrix cores."""
+
+
+def sampled(kernels: pd.DataFrame, samples: pd.DataFrame) -> pd.DataFrame:
+    """One row per gpu of `kernels`: sm_active, sm_occupancy, tensor_active (0 to 1), means over the readings of the
+    telemetry from the first start to the last end of its kernels; NaN where none has the value."""
+    rows = []
+    for gpu, own in kernels.groupby("gpu", sort=True):
+        within = samples["t_ns"].between(own["start_ns"].min(), own["end_ns"].max(), inclusive="left")
+        near = samples[(samples["gpu"] == gpu) & within]
+        rows.append((gpu, *(near[column].mean() / 100 for column in SAMPLED.values())))
+    return pd.DataFrame(rows, columns=["gpu", *SAMPLED])
+
+
 def blocks_per_unit(kernels: pd.DataFrame, gpus: Gpus) -> pd.Series:
     """Blocks per SM or CU of each row, NaN where its grid (or the GPU's number of units) is not known.
 

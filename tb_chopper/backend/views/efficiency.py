@@ -10,7 +10,7 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from tb_chopper.backend import hardware
-from tb_chopper.backend.metrics.efficiency import blocks_per_unit
+from tb_chopper.backend.metrics.efficiency import SAMPLED, blocks_per_unit, sampled
 from tb_chopper.backend.metrics.precision import TYPES
 from tb_chopper.backend.views import context, figures, text, trace_link
 from tb_chopper.backend.views.palette import COLORS, LABELS
@@ -39,12 +39,19 @@ DEFINITIONS = {
     "below": "Time of the filled SMs beyond what is needed at the peak: padding, stalls, low clock, memory traffic "
     "beyond one read and one write.",
     "unknown": "Time of kernels whose FLOPs and bytes are not known (no shapes, no formula, or no peak for this GPU).",
+    "sm_active": "Sampled: share of the SMs that had work, as the hardware counts (NVML's GPM), mean over the readings "
+    "from the first to the last kernel of the selection.",
+    "sm_occupancy": "Sampled: share of the warps that the SMs can hold, as the hardware counts.",
+    "tensor_active": "Sampled: share of the time in which the tensor pipes worked, as the hardware counts. Of all "
+    "time, not of that of GEMMs.",
     "compute": "Sum of the durations of the compute kernels.",
     "dtype": "Data type of the operands as recorded; tf32 where fp32 ran on tensor cores; without shapes by the "
     "kernel's name. `other`: layout changes and sums beside the product, or type not known.",
     "rate": "Counted FLOPs / time of the kernels that have them.",
     "peak": "Dense peak of the data type on this GPU.",
 }
+TWINS = {"sm_active": "SMs active, sampled", "sm_occupancy": "Occupancy, sampled",
+         "tensor_active": "Tensor pipes, sampled"}
 RATIOS = ("gpu_utilization", "sm_efficiency", "occupancy", "tensor_share", "hfu", "mfu")
 SYMBOLS = ("circle", "diamond", "square", "triangle-up", "x", "star")
 PARTS = (("ideal", "ideal_us"), ("below", "below_us"), ("unfilled", "lost_us"), ("unknown", "unknown_us"))
@@ -77,7 +84,7 @@ def view(run: Run, selection: Selection) -> View:
     where, by = selection.where(), list(selection.by or ("operation",))
     kernels = context.kernels(run, selection)
     compute = kernels[kernels["kind"] == "compute"]
-    by_gpu = run.efficiency(by="gpu", where=where)
+    by_gpu = run.efficiency(by="gpu", where=where).merge(sampled(kernels, run.telemetry.samples), on="gpu", how="left")
     if not len(compute):
         return View("No compute kernel ran in this selection.")
     whole = run.efficiency(by=[], where=where).to_dict("records")[0]
@@ -88,7 +95,7 @@ def view(run: Run, selection: Selection) -> View:
     by_kernel = run.efficiency(by=["kernel"], where=where | {"operation": focus}) if len(inside) else None
     return View(
         _headline(whole, groups, by),
-        key_figures=_key_figures(whole),
+        key_figures=_key_figures(whole, by_gpu),
         figures={
             "lost": _lost(groups, by),
             "by_gpu": _ratios(by_gpu),
@@ -146,7 +153,7 @@ def _headline(whole: dict[str, Any], groups: pd.DataFrame, by: list[str]) -> str
     return line
 
 
-def _key_figures(whole: dict[str, Any]) -> tuple[KeyFigure, ...]:
+def _key_figures(whole: dict[str, Any], by_gpu: pd.DataFrame) -> tuple[KeyFigure, ...]:
     def figure(ratio: str, source: Source, note: str) -> KeyFigure:
         value = _known(whole, ratio)
         return KeyFigure(LABELS[ratio], value, "share", DEFINITIONS[ratio],
@@ -156,14 +163,19 @@ def _key_figures(whole: dict[str, Any]) -> tuple[KeyFigure, ...]:
         covered = whole[column]
         return f"{what}known for {text.share(covered)}" if covered else "not in the trace"
 
+    def beside(column: str, otherwise: str) -> str:
+        """The sampled twin of an estimate, where there is one."""
+        twin = by_gpu[column].mean()
+        return f"sampled: {text.share(twin)}" if twin == twin else otherwise
+
     mfu_note = {"model": "FLOPs as told", "counted": covers("flop_known", "FLOPs "),
                 "unavailable": "no shapes or no peak"}[whole["mfu_source"]]
     lost, all_us = float(whole["lost_us"]), float(sum(whole[c] for _, c in PARTS))
     known = whole["sm_known"] > 0
     return (
         figure("gpu_utilization", "measured", "something runs"),
-        figure("sm_efficiency", "estimated", covers("sm_known", "grids ")),
-        figure("occupancy", "estimated", covers("occupancy_known", "")),
+        figure("sm_efficiency", "estimated", beside("sm_active", covers("sm_known", "grids "))),
+        figure("occupancy", "estimated", beside("sm_occupancy", covers("occupancy_known", ""))),
         figure("tensor_share", "estimated", "of GEMM time"),
         figure("mfu", "estimated", mfu_note),
         figure("hfu", "estimated", covers("flop_known", "FLOPs ")),
@@ -308,6 +320,7 @@ def _gpus_table(rows: pd.DataFrame) -> Table:
         (
             TableColumn("gpu", "GPU"),
             *map(_share, RATIOS),
+            *(TableColumn(c, TWINS[c], "share", DEFINITIONS[c], bar=True) for c in SAMPLED if rows[c].notna().any()),
             TableColumn("sm_known", "Grid known", "share", "Share of the kernel time whose grid is known."),
             TableColumn("flop_known", "FLOPs known", "share", "Share of the compute time whose FLOPs are known."),
             TableColumn("mfu_source", "MFU from", "text", "model: FLOPs told to the handler; counted: from shapes."),

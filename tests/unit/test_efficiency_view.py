@@ -140,3 +140,21 @@ def test_the_sampled_twins_stand_beside_the_estimates(tmp_path: Path) -> None:
     assert next(k.note for k in view.key_figures if k.label == "SM efficiency") == "sampled: 51 %"
     second = tb_chopper.open_run(tmp_path).view("efficiency", step=1)
     assert second.tables["gpus"].rows["sm_active"].iloc[0] == pytest.approx(0.6)
+
+
+def test_another_run_stands_beside_hatched(run: Run, tmp_path: Path) -> None:
+    """The other run fills all SMs with its second product, in half of the time."""
+    trace = TraceBuilder()
+    trace.head["deviceProperties"][0]["numSms"] = 132
+    trace.step(0, 0, 995)
+    product(trace, 300, 150, 2.0, "aten::bmm")
+    trace.write(tmp_path / "filled" / "w.pt.trace.json")
+    other = tb_chopper.open_run(tmp_path / "filled")
+    view = run.view("efficiency", compare=other)
+    below = next(t for t in view.figures["lost"].data if t.name == "Below the peak")
+    lost = next(t for t in view.figures["lost"].data if t.name == "SMs without work")
+    first = [i for i, label in enumerate(view.figures["lost"].layout.yaxis.ticktext) if label.startswith("aten::bmm")]
+    assert [lost.x[i] for i in first] == pytest.approx([0.6, 0])
+    assert [below.x[i] for i in first] == pytest.approx([4 * (150 - AT_PEAK) / 1000, (150 - AT_PEAK) / 1000], rel=1e-3)
+    assert [bool(below.marker.pattern.shape[i]) for i in first] == [False, True]
+    assert "filled: GPU utilization 100 %" in view.headline

@@ -94,10 +94,10 @@ def view(run: Run, selection: Selection) -> View:
     inside = compute[compute["operation"] == focus] if focus is not None else compute[:0]
     by_kernel = run.efficiency(by=["kernel"], where=where | {"operation": focus}) if len(inside) else None
     return View(
-        _headline(whole, groups, by),
+        _headline(whole, groups, by, selection.compare),
         key_figures=_key_figures(whole, by_gpu),
         figures={
-            "lost": _lost(groups, by),
+            "lost": _lost(groups, by, selection.compare),
             "by_gpu": _ratios(by_gpu),
             **({"precision": _precision(types)} if len(types) else {}),
         },
@@ -113,12 +113,16 @@ def view(run: Run, selection: Selection) -> View:
     )
 
 
-def _linked(rows: pd.DataFrame, kernels: pd.DataFrame, by: list[str], run: Run) -> pd.DataFrame:
-    """The groups with compute kernels, with compute_us, wasted_us (lost and below the peak) and `at`: the kernel that
-    loses most to SMs without work, else the longest one."""
+def _totals(rows: pd.DataFrame) -> pd.DataFrame:
+    """The groups with compute kernels, with compute_us and wasted_us (lost to SMs without work, and below the peak)."""
     rows = rows.assign(compute_us=rows[[column for _, column in PARTS]].sum(axis=1),
                        wasted_us=rows["lost_us"] + rows["below_us"])
-    rows = rows[rows["compute_us"] > 0].reset_index(drop=True)
+    return rows[rows["compute_us"] > 0].reset_index(drop=True)
+
+
+def _linked(rows: pd.DataFrame, kernels: pd.DataFrame, by: list[str], run: Run) -> pd.DataFrame:
+    """`_totals`, and `at`: the kernel that loses most to SMs without work, else the longest one."""
+    rows = _totals(rows)
     duration = (kernels["end_ns"] - kernels["start_ns"]).to_numpy().astype(float)
     empty = 1 - blocks_per_unit(kernels, run.hardware).clip(upper=1).fillna(1).to_numpy()
     return trace_link.linked(rows, kernels, by, (empty + 1e-6) * duration)
@@ -134,7 +138,7 @@ def _known(whole: dict[str, Any], ratio: str) -> float | None:
     return value
 
 
-def _headline(whole: dict[str, Any], groups: pd.DataFrame, by: list[str]) -> str:
+def _headline(whole: dict[str, Any], groups: pd.DataFrame, by: list[str], other: Run | None) -> str:
     sm, mfu, tensor = (_known(whole, r) for r in ("sm_efficiency", "mfu", "tensor_share"))
     found = [f"{text.share(sm)} of its SMs had work" if sm is not None else "",
              f"its matrix products reached {text.share(mfu)} of the peak (MFU)" if mfu is not None else ""]
@@ -150,6 +154,11 @@ def _headline(whole: dict[str, Any], groups: pd.DataFrame, by: list[str]) -> str
         worst = figures.largest(groups, column)
         line += (f" Of its kernels' time, {text.duration(whole[column])} are lost to {part}, the largest part of it in "
                  f"{text.short(figures.row_label(worst, by), 60)} ({text.duration(worst[column])}).")
+    if other is not None and len(other.kernels):
+        there = other.efficiency(by=[]).to_dict("records")[0]
+        ratios = [f"{LABELS[r]} {text.share(value)}" for r in ("gpu_utilization", "sm_efficiency", "mfu")
+                  if (value := _known(there, r)) is not None]
+        line += f" {text.short(other.name, 40)}: {', '.join(ratios)}."
     return line
 
 
@@ -189,11 +198,17 @@ def _key_figures(whole: dict[str, Any], by_gpu: pd.DataFrame) -> tuple[KeyFigure
 # ---- figures ---------------------------------------------------------------------------------------------------------
 
 
-def _lost(groups: pd.DataFrame, by: list[str]) -> go.Figure:
+def _lost(groups: pd.DataFrame, by: list[str], other: Run | None) -> go.Figure:
     key = _order(groups)
-    shown = figures.top(groups, key, 20)
+    shown = figures.top(groups, key, 20 if other is None else 12).assign(other=False)
+    if other is not None and len(other.kernels):
+        there = shown[by].merge(_totals(other.efficiency(by=by)).assign(other=True), on=by, how="inner")
+        shown = pd.concat([shown, there], ignore_index=True)
+        shown["place"] = shown.groupby(by, dropna=False, sort=False, observed=True).ngroup()
+        shown = shown.sort_values(["place", "other"], ignore_index=True)
     unit, divisor = text.time_unit(shown["compute_us"].max())
-    labels = [figures.row_label(r, by) for r in shown.to_dict("records")]
+    labels = [figures.row_label(r, by) + (f" · {text.short(other.name, 18)}" if r["other"] and other else "")
+              for r in shown.to_dict("records")]
     present = [(thing, column) for thing, column in PARTS if shown[column].sum() > 0]
     order = {"wasted_us": "most lost", "compute_us": "most time"}[key]
     fig = figures.figure(
@@ -213,7 +228,7 @@ def _lost(groups: pd.DataFrame, by: list[str]) -> go.Figure:
             hover=[f"<b>{text.hover(label)}</b><br>{PART_LABELS[thing]}: {text.duration(v)} of {text.duration(t)} "
                    f"({text.share(v / t if t else None)})<br>estimated"
                    for label, v, t in zip(labels, shown[column], shown["compute_us"], strict=True)],
-            links=links, name=PART_LABELS[thing]))
+            compared=shown["other"].tolist(), links=links, name=PART_LABELS[thing]))
     fig.update_layout(xaxis={"title": {"text": unit}}, yaxis=figures.rows_axis(labels, 48))
     return fig
 

@@ -384,7 +384,12 @@ class Run:
         """
         return topology.group_islands(self._arrived()[0], self.collectives(roles=roles), self.process_groups(roles),
                                       self.topology.islands, self._hosts(), self.link_bytes_per_s,
-                                      self.own_times["step"].unique(), contention.contention(self._comparable_kernels))
+                                      self.own_times["step"].unique(), self.contention)
+
+    @lazy
+    def contention(self) -> float:
+        """Share of the time beside communication that computation loses; see metrics.contention.contention."""
+        return contention.contention(self._comparable_kernels)
 
     def gradient_barrier(self, roles: Roles = None) -> pd.DataFrame:
         """The last reduction of gradients of each step; see metrics.collectives.gradient_barrier."""

@@ -229,6 +229,16 @@ def test_optimizers_are_a_pattern_of_their_own(tmp_path):
     assert chain["pattern"] == fusion.OPTIMIZER and chain["n_kernels"] == 8
 
 
+def test_a_fused_optimizer_is_known_by_its_scope(tmp_path):
+    """Apex' FusedAdam calls no operator: its kernels are multi_tensor_apply."""
+    trace = trace_of()
+    for i in range(3):
+        trace.launch("multi_tensor_apply_kernel<AdamFunctor>", at=10 + 5 * i, start=100 + 11 * i, dur=10)
+    trace.annotation("Optimizer.step#FusedAdam.step", 5, 40)
+    run = run_of(trace, tmp_path)
+    assert not len(run.chains) and run.fused()["n"].tolist() == [3]
+
+
 def test_an_empty_run_has_no_candidates():
     from tb_chopper.backend import schema
     empty = schema.empty(schema.KERNELS)

@@ -157,14 +157,17 @@ def fused(kernels: pd.DataFrame, by: By = ("how",), where: Where = None) -> pd.D
 
 
 def how_fused(kernels: pd.DataFrame) -> pd.Series:
-    """Key of FUSED by each kernel's name, else by that of its operator; null for a kernel that is not fused."""
+    """Key of FUSED by each kernel's name, else by that of its operator, or of its optimizer (FusedAdam.step); null for
+    a kernel that is not fused."""
     keys = list(FUSED)
 
     def of(name: str) -> int:
         return next((i for i, key in enumerate(keys) if FUSED[key].search(name)), -1)
 
-    by_name, by_op = _each(kernels["name"], of, -1), _each(kernels["cpu_op"], of, -1)
-    return pd.Series(pd.Categorical.from_codes(np.where(by_name >= 0, by_name, by_op), keys), kernels.index)
+    by_name, by_op, by_operation = (_each(kernels[c], of, -1) for c in ("name", "cpu_op", "operation"))
+    code = np.where(by_name >= 0, by_name, by_op)
+    by_optimizer = np.where(kernels["phase"] == "optimizer", by_operation, -1)
+    return pd.Series(pd.Categorical.from_codes(np.where(code >= 0, code, by_optimizer), keys), kernels.index)
 
 
 # ---- chains ----------------------------------------------------------------------------------------------------------

@@ -113,7 +113,7 @@ def test_missing_stages_are_told(tmp_path: Path) -> None:
     assert [m.what for m in view.missing] == ["The whole pipeline"]
     assert "of the stages that are here" in view.headline
     assert {k.label for k in view.key_figures if k.source == "unavailable"} == {
-        "Above it, per step", "By unequal stages", "By messages, launches"}
+        "Perfect schedule", "Above it, per step", "By unequal stages", "By messages, launches"}
     json.dumps(view.as_dict(), allow_nan=False)
 
 

@@ -78,7 +78,8 @@ def _places(known: pd.DataFrame, members: Members, ranks: int | None) -> pd.Data
         n = ranks if ranks and len(gpus) % ranks == 0 else len(gpus)
         position = {gpu: i // (len(gpus) // n) for i, gpu in enumerate(gpus)}
     else:
-        seen_all = {s for own in distinct for s in own} == set(range(max(map(max, distinct)) + 1))
+        numbers = {s for own in distinct for s in own}
+        seen_all = min(numbers) == 0 and len(numbers) == max(numbers) + 1
         position = {gpu: distinct.index(own) if seen_all else own[0] for gpu, own in zip(gpus, stages, strict=True)}
     n = len(set(position.values()))
     pipeline: dict[int, int] = {}
@@ -294,6 +295,7 @@ def _lanes(done: pd.DataFrame) -> pd.DataFrame:
              "own": ns.where(gone["reason"] == OWN, 0), "end": ns.where(gone["reason"] == END, 0)}
     sums = gone[lane].assign(**parts).groupby(lane).sum().reset_index()
     own = own.merge(sums, on=lane, how="left").fillna(dict.fromkeys(parts, 0))
+    own["busy"] = np.minimum(own["busy"], own["total"] - own["bubble"])  # actions that overlap share their time
     own["gaps"] = own["total"] - own["bubble"] - own["busy"]
     own["work"] = (own["busy"] + own["gaps"]).groupby([own[k] for k in PASS]).transform("mean")
     share = np.array([theory(s, r, v, m) for s, r, v, m in zip(

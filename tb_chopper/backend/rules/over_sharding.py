@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 CAUSES = ("islands", "slow_link")
 """of slow tensor groups; those of other groups explain nothing here"""
 HALVED = ("transfer of tensor parallelism beside nothing else x (n / 2) / (n - 1), mean over GPUs: with half of the n "
-          "ranks and twice the data-parallel groups a message is half as large and its ring shorter; at most this: what "
-          "those groups gather and reduce is not counted")
+          "ranks and twice the data-parallel groups a message is half as large and its ring shorter; at most this: "
+          "what those groups gather and reduce is not counted")
 INSIDE = ("transfer of tensor parallelism beside nothing else x (1 - bandwidth / bandwidth inside a host), and what "
           "computation beside it loses; mean over GPUs")
 

@@ -108,3 +108,19 @@ def test_nothing_to_fuse(tmp_path) -> None:
     stream = Stream(trace_of()).op("aten::mm", 25, X, X, kernel="gemm")
     view = run_of(stream.trace, tmp_path).view("fusion")
     assert view.headline.startswith("No memory-bound kernels follow each other") and not view.figures
+
+
+def test_another_run_stands_beside_hatched(run: Run, tmp_path) -> None:
+    """There SwiGLU is still in pieces, and takes longer; attention is fused."""
+    trace = trace_of()
+    trace.step(0, 0, 990)
+    Stream(trace, 1).op("aten::silu", 45, X).op("aten::mul", 55, X, X)
+    other = run_of(trace, tmp_path / "fused")
+    view = run.view("fusion", compare=other)
+    saved = next(t for t in view.figures["saving"].data if t.name == "Saved by fusion")
+    labels = view.figures["saving"].layout.yaxis.ticktext
+    mine = [i for i, label in enumerate(labels) if label.startswith("SwiGLU")]
+    there = 100 - max(3 * SIZE / BANDWIDTH, 45)
+    assert [saved.x[i] for i in mine] == pytest.approx([SWIGLU, there])
+    assert [bool(saved.marker.pattern.shape[i]) for i in mine] == [False, True] and len(labels) == 4
+    assert view.headline.endswith(f"In fused: {there:.1f} µs.")

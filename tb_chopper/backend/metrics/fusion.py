@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from itertools import pairwise
 
 import numpy as np
 import pandas as pd
@@ -197,7 +198,8 @@ def _numbered(rows: pd.DataFrame, role: np.ndarray) -> tuple[np.ndarray, np.ndar
     """Number of each row's chain in order, -1 for a row of none, and whether that chain is unfused attention."""
     bound = role >= 0
     place = np.column_stack([
-        rows["capture"], rows["stream"], rows["step"].fillna(-1), rows["phase"].cat.codes, rows["layer"].cat.codes])
+        rows["capture"], rows["stream"], rows["step"].fillna(-1).to_numpy(np.int64), rows["phase"].cat.codes,
+        rows["layer"].cat.codes])
     here = np.zeros(len(rows), bool)  # in the same place as the row before
     here[1:] = (place[1:] == place[:-1]).all(axis=1)
     joined = here & bound & _before(bound)
@@ -237,7 +239,7 @@ def _table(rows: pd.DataFrame, role: np.ndarray, chain: np.ndarray, attention: n
         n_kernels=np.bincount(chain, minlength=n), start_ns=head["start_ns"], end_ns=end,
         time_us=np.bincount(chain, duration, n))
     calls = _calls(rows, role, chain, duration)
-    roles, ops = (calls.groupby("chain")[c].agg(tuple).tolist() for c in ("role", "op"))
+    roles, ops = (_tuples(calls[c], calls["chain"].to_numpy()) for c in ("role", "op"))
     out["pattern"] = pd.Categorical(
         [_pattern(*of) for of in zip(roles, ops, attention[first], head["phase"], strict=True)], list(PATTERNS))
     out["operations"] = pd.Categorical([_sequence(names) for names in ops])
@@ -273,8 +275,9 @@ def _savings(out: pd.DataFrame, calls: pd.DataFrame, shortest: np.ndarray, bandw
     """traffic_bytes, saved_us and saved_by of each chain."""
     # The sum of a residual connection is read again later: it has to be written.
     residual = (out["pattern"] == RESIDUAL_NORM).to_numpy()[calls["chain"]] & (calls["role"] == "add")
-    traffic = (calls["bytes"] - np.where(residual, 1, 2) * calls["passed"]).groupby(calls["chain"]).agg(
-        lambda parts: parts.sum(skipna=False))
+    # What is not known of one call is not known of the chain: bincount adds NaN, too.
+    traffic = pd.Series(np.bincount(
+        calls["chain"], calls["bytes"] - np.where(residual, 1, 2) * calls["passed"], len(out)))
     rate = (calls["bytes"] / calls["time_us"].where(calls["time_us"] > 0)).groupby(calls["chain"]).max()
     needed = (traffic / (bandwidth / 1e6)).fillna(traffic / rate)
     attention = out["pattern"] == ATTENTION
@@ -332,6 +335,13 @@ def _each(column: pd.Series, value: Callable[[str], object], missing: object) ->
     out = np.empty(len(values), object if isinstance(missing, tuple) else np.array(values).dtype)
     out[:] = values
     return out[column.cat.codes.to_numpy()]
+
+
+def _tuples(values: pd.Series, group: np.ndarray) -> list[tuple[str, ...]]:
+    """The values of each group, whose rows stand together."""
+    plain = values.to_list()
+    bounds = [*np.flatnonzero(_begins(group)).tolist(), len(plain)]
+    return [tuple(plain[a:b]) for a, b in pairwise(bounds)]
 
 
 def _before(values: np.ndarray) -> np.ndarray:

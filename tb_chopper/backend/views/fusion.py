@@ -63,9 +63,9 @@ def view(run: Run, selection: Selection) -> View:
     windows = fusion.windows_of(kernels)
     step_us = _step_us(run, where, windows)
     return View(
-        _headline(patterns, fused, breaks, step_us),
+        _headline(patterns, fused, breaks, step_us, selection.compare),
         key_figures=_key_figures(patterns, fused, breaks, step_us),
-        figures={"saving": _saving(groups, by, windows)} if len(patterns) else {},
+        figures={"saving": _saving(groups, by, windows, selection.compare)} if len(patterns) else {},
         tables={
             **({"chains": _chains_table(chains)} if len(chains) else {}),
             **({"groups": _groups_table(groups, by)} if len(groups) else {}),
@@ -86,7 +86,8 @@ def _step_us(run: Run, where: dict[str, Any], windows: int) -> float:
     return float(run.timeline(by="gpu", where=where)["total_us"].sum()) / max(windows, 1)
 
 
-def _headline(patterns: pd.DataFrame, fused: pd.DataFrame, breaks: pd.DataFrame, step_us: float) -> str:
+def _headline(patterns: pd.DataFrame, fused: pd.DataFrame, breaks: pd.DataFrame, step_us: float,
+              other: Run | None) -> str:
     saved = float(patterns["per_step_us"].sum()) if len(patterns) else 0.0
     n_breaks = int(breaks["n_breaks"].sum()) if len(breaks) else 0
     if saved > 0:
@@ -105,6 +106,8 @@ def _headline(patterns: pd.DataFrame, fused: pd.DataFrame, breaks: pd.DataFrame,
         line += f" {text.share(float(fused['share'].sum()))} of the compute time is in fused kernels already."
     if n_breaks:
         line += f" torch.compile leaves its graphs {text.count(n_breaks, 'time')}."
+    if other is not None:
+        line += f" In {text.short(other.name, 40)}: {text.duration(float(other.fusion()['per_step_us'].sum()))}."
     return line
 
 
@@ -138,13 +141,20 @@ def _key_figures(patterns: pd.DataFrame, fused: pd.DataFrame, breaks: pd.DataFra
 # ---- figure ----------------------------------------------------------------------------------------------------------
 
 
-def _saving(groups: pd.DataFrame, by: list[str], windows: int) -> go.Figure:
-    """What of the candidates' time a step would keep and what it would save."""
+def _saving(groups: pd.DataFrame, by: list[str], windows: int, other: Run | None) -> go.Figure:
+    """What of the candidates' time a step would keep and what it would save; the compared run beside it."""
     key = "per_step_us" if groups["per_step_us"].sum() > 0 else "time_us"
-    shown = figures.top(groups.assign(step_us=groups["time_us"] / max(windows, 1)), key, 16)
-    unit, divisor = text.time_unit(shown["step_us"].max())
     names = by if "pattern" in by else [*by, "pattern"]
-    labels = [figures.row_label(r, names) for r in shown.to_dict("records")]
+    shown = figures.top(groups.assign(step_us=groups["time_us"] / max(windows, 1), other=False), key, 16)
+    if other is not None and len(other.kernels):
+        there = other.fusion(by=names)
+        there = there.assign(step_us=there["time_us"] / max(fusion.windows_of(other.kernels), 1), other=True)
+        shown = pd.concat([shown, shown[names].merge(there, on=names, how="inner")], ignore_index=True)
+        shown["place"] = shown.groupby(names, dropna=False, sort=False, observed=True).ngroup()
+        shown = shown.sort_values(["place", "other"], ignore_index=True)
+    unit, divisor = text.time_unit(shown["step_us"].max())
+    labels = [figures.row_label(r, names) + (f" · {text.short(other.name, 18)}" if r["other"] and other else "")
+              for r in shown.to_dict("records")]
     told = shown["step_us"] * shown["known_share"]
     parts = {"saved": shown["per_step_us"], "remaining": told - shown["per_step_us"],
              "unknown": shown["step_us"] - told}
@@ -160,7 +170,7 @@ def _saving(groups: pd.DataFrame, by: list[str], windows: int) -> go.Figure:
     )
     for thing, values in present.items():
         fig.add_trace(figures.bars(
-            thing, range(len(shown)), values.tolist(), divisor, name=NAMES[thing],
+            thing, range(len(shown)), values.tolist(), divisor, name=NAMES[thing], compared=shown["other"].tolist(),
             hover=[f"<b>{text.hover(label)}</b><br>{NAMES[thing]}: {text.duration(v)} of {text.duration(t)} in a step"
                    f"<br>{n:,} instances in the selection<br>estimated, known for {text.share(known)} of the time"
                    for label, v, t, n, known in zip(labels, values, shown["step_us"], shown["n"], shown["known_share"],

@@ -315,9 +315,9 @@ def outlier_steps(kernels: pd.DataFrame, steps: pd.DataFrame, own: pd.DataFrame 
     at_step (the step in which that one was launched: a step's window on the GPU ends with the first kernel of the next
     one, so that a host that begins the next step late lengthens this one).
 
-    own: of `own_times`, without which waiting counts as a step's own time. z is missing below five steps. A constant
-    time (MAD 0) makes any step above the factor an outlier. A step that ran what was launched before the capture is
-    none.
+    own: of `own_times`, without which waiting counts as a step's own time. z is missing below five steps, and in a step
+    that ran what was launched before the capture: it is not comparable. A constant time (MAD 0) makes any step above
+    the factor an outlier.
     """
     names = ["step", "time_us", "gpu", "z", "outlier", "excess_us", *(f"{c}_delta_us" for c in CLASSES), "grew",
              "operation", "operation_delta_us", "at", "at_step"]
@@ -336,10 +336,13 @@ def outlier_steps(kernels: pd.DataFrame, steps: pd.DataFrame, own: pd.DataFrame 
     usual = x[~early] if (~early).any() else x
     median = float(np.median(usual))
     spread = float(np.median(np.abs(usual - median)))
-    with np.errstate(divide="ignore", invalid="ignore"):
-        z = 0.6745 * (x - median) / spread if len(usual) >= OUTLIER_STEPS else np.full(len(x), np.nan)
+    z = np.full(len(x), np.nan)
+    if len(usual) >= OUTLIER_STEPS:
+        with np.errstate(divide="ignore", invalid="ignore"):
+            z = np.where(x == median, 0.0, 0.6745 * (x - median) / spread)
+        z[early] = np.nan
     out = pd.DataFrame({"step": slowest["step"], "time_us": x, "gpu": slowest["gpu"], "z": z,
-                        "outlier": (z > OUTLIER_Z) & (x > OUTLIER_FACTOR * median) & ~early,
+                        "outlier": (z > OUTLIER_Z) & (x > OUTLIER_FACTOR * median),
                         "excess_us": x - median}).reset_index(drop=True)
     deltas = _class_deltas(kernels, steps, out)
     out = pd.concat([out, deltas], axis=1)

@@ -48,7 +48,7 @@ def rule(run: Run) -> list[Finding]:
         evidence=(Evidence("mean clock", clock, "mhz"), Evidence("peak clock", peak, "mhz"),
                   Evidence("lost to the clock", lost * 1000, "us"), *power),
         cause=cause, remedy=remedy, gain_ms=lost, gain_how=HOW, view="dvfs", kernel=largest(
-            run.kernels[run.kernels["kind"] == "compute"]))]
+            run.kernels[run.kernels["kind"] == "compute"]), explained_by=("slow_gpu",))]
 
 
 def _why(samples: pd.DataFrame) -> tuple[str, tuple[Evidence, ...]]:

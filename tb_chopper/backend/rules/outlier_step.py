@@ -57,7 +57,8 @@ def rule(run: Run) -> list[Finding]:
     odd = odd.assign(cause=[c.name for c in causes], call=[c.call for c in causes], cause_us=[c.us for c in causes])
     # A host that began a step late lengthened the window of the step before.
     odd["number"] = odd["step"].where(odd["cause"].isin(BUSY) | odd["at_step"].isna(), odd["at_step"])
-    found = [_diagnosis(part, str(cause), len(rows), step) for cause, part in odd.groupby("cause", sort=True)]
+    n_steps = int(rows["z"].notna().sum())
+    found = [_diagnosis(part, str(cause), n_steps, step) for cause, part in odd.groupby("cause", sort=True)]
     return [d for d in found if d.gain_ms is not None and d.gain_ms >= thresholds.SMALL_GAIN * step]
 
 

@@ -97,7 +97,8 @@ def test_host(run: Run):
     path = view.tables["path"].rows
     assert path["share"].sum() == pytest.approx(1)
     assert path.groupby("gpu")["time_us"].sum().idxmax() == 2  # the late one
-    assert view.tables["calls"].rows[["gpu", "kind", "n", "time_us"]].to_numpy().tolist() == [[2, "Data loading", 6, 210]]
+    calls = view.tables["calls"].rows[["gpu", "kind", "n", "time_us"]]
+    assert calls.to_numpy().tolist() == [[2, "Data loading", 6, 210]]
 
 
 @pytest.mark.parametrize("name", VIEWS)

@@ -188,8 +188,8 @@ def stalled(values: dict[int, list[float]]) -> tuple[pd.DataFrame, pd.DataFrame]
 
 
 @pytest.mark.parametrize("values, usual", [
-    ([30, 30, 30, 30], 30), ([28, 32, 30, 30], 30), ([0, 0, 300, 0], 0), ([40, 0, 0, 0, 40, 0, 0, 0], 10), ([60, 0, 60, 0], 30),
-    ([13, 101, 7], 13), ([50, 0], 0), ([50, 40], 45), ([50], None)])
+    ([30, 30, 30, 30], 30), ([28, 32, 30, 30], 30), ([0, 0, 300, 0], 0), ([40, 0, 0, 0, 40, 0, 0, 0], 10),
+    ([60, 0, 60, 0], 30), ([13, 101, 7], 13), ([50, 0], 0), ([50, 40], 45), ([50], None)])
 def test_what_recurs(values, usual):
     found = host.recurring(*stalled({0: values}))
     assert (found and found.us) == (usual if usual is None else pytest.approx(usual))

@@ -49,6 +49,7 @@ def schedule(done: pd.DataFrame, gone: pd.DataFrame, noun: str, which: str = "")
         height=figures.height_of(len(gpus)),
         wide=True,
         barmode="overlay",
+        uniformtext={"minsize": 9, "mode": "hide"},
         legend=[*(figures.entry(KINDS[kind], "From the first to the last kernel of an action.") for kind in used),
                 figures.entry("bubble", "Time between actions: waiting for what a neighbour computes, or for nothing "
                               "that others do.", pattern=COMPARED_PATTERN),

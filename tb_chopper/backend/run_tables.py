@@ -6,7 +6,7 @@ import logging
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pandas as pd
 
@@ -24,19 +24,11 @@ from tb_chopper.backend.errors import InvalidSelection, UnreadableFile
 from tb_chopper.backend.findings import Finding
 from tb_chopper.backend.hardware import Hardware
 from tb_chopper.backend.lazy import lazy
-from tb_chopper.backend.metrics import (
-    collectives,
-    frequency,
-    grouping,
-    memory,
-)
+from tb_chopper.backend.metrics import collectives, frequency, grouping, memory
 from tb_chopper.backend.readers import memory_snapshot, telemetry_logs
 from tb_chopper.backend.readers import topology as topology_files
 from tb_chopper.backend.readers.counter_files import CounterRun
 from tb_chopper.backend.readers.log_times import TimeBase
-
-if TYPE_CHECKING:
-    pass
 
 LOG = logging.getLogger(__name__)
 

@@ -140,7 +140,7 @@ def test_rocm_smi_names_with_units(tmp_path):
     ("memory.used [MiB]", "40960 MiB", 40960 * 2**20), ("memory.used [MiB]", "40960", 40960 * 2**20),
     ("memory.used [MiB]", "[N/A]", None), ("used_vram", "283", 283 * 2**20),
     ("VRAM Total Used Memory (B)", "297046016", 297046016), ("memory_used_bytes", "65536000", 65536000),
-    ("vram_used_bytes", "297771008", 297771008)])
+    ("vram_used_bytes", "297771008", 297771008), ("used_vram", "-1", None), ("fb", "18446744073709551615", None)])
 def test_used_memory_in_bytes(tmp_path, header, value, used):
     """nvidia-smi and amd-smi count in powers of 1024 (their manuals), rocm-smi in bytes."""
     log = read(tmp_path, f"timestamp,gpu,power_w,{header}\n1774958400.5,0,300,{value}\n")

@@ -11,6 +11,7 @@ from tb_chopper.backend.findings import Finding
 
 MAX_MHZ = 6000.0
 MAX_W = 5000.0
+MAX_BYTES = 2.0**50
 """far above any device: such a reading is a sentinel or another unit"""
 ENERGY_TOLERANCE = 0.2
 """share by which the energy counter may differ from the integral of power before that is told"""
@@ -37,9 +38,9 @@ def _in_order(samples: pd.DataFrame) -> tuple[pd.DataFrame, int]:
 
 
 def _sentinels(samples: pd.DataFrame, file: str) -> tuple[pd.DataFrame, list[Finding]]:
-    """Clocks of 0 or 65535 MHz and powers of 65535 W are no readings."""
+    """Clocks of 0 or 65535 MHz, powers of 65535 W and memories of all bits set are no readings."""
     limits = {"clock_mhz": MAX_MHZ, "memory_clock_mhz": MAX_MHZ, "clock_limit_mhz": MAX_MHZ,
-              "power_w": MAX_W, "power_limit_w": MAX_W}
+              "power_w": MAX_W, "power_limit_w": MAX_W, "memory_used_bytes": MAX_BYTES}
     findings = []
     columns = {}
     for column, highest in limits.items():

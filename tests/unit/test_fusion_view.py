@@ -41,7 +41,7 @@ def figure(view: View, label: str) -> object:
 
 def test_what_it_says(run: Run) -> None:
     view = run.view("fusion")
-    assert view.headline.startswith("Fusing 9 runs of memory-bound kernels would save about 80.0 µs")
+    assert view.headline.startswith("Fusing memory-bound kernels that follow each other would save about 80.0 µs")
     assert "scaled_dot_product_attention" in view.headline and "is in fused kernels already" in view.headline
     assert figure(view, "Saved by fusion") == pytest.approx(SWIGLU + 50, rel=1e-3)
     assert figure(view, "Candidates") == 9

@@ -92,7 +92,7 @@ def _headline(patterns: pd.DataFrame, fused: pd.DataFrame, breaks: pd.DataFrame,
     n_breaks = int(breaks["n_breaks"].sum()) if len(breaks) else 0
     if saved > 0:
         first = patterns.iloc[0]
-        line = (f"Fusing {text.count(int(patterns['n'].sum()), 'run')} of memory-bound kernels would save about "
+        line = (f"Fusing memory-bound kernels that follow each other would save about "
                 f"{text.duration(saved)} ({text.share(saved / step_us if step_us else None)}) of a step; most of it is "
                 f"{first['pattern']} ({text.duration(first['per_step_us'])}): "
                 f"{fusion.REMEDIES[str(first['pattern'])]}.")

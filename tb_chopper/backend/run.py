@@ -281,7 +281,8 @@ class Run(RunTables):
         whole = actions[~actions["step"].isin(cut)]
         here = pd.isna(world) or self.workers["gpu"].nunique() >= int(world)
         return pipeline.actions(whole if len(whole) else actions, self._offsets_ns(), self._members(),
-                                ranks.pop() if len(ranks) == 1 else None, bool(here))
+                                ranks.pop() if len(ranks) == 1 else None, bool(here),
+                                self.kernels.loc[self.kernels["peer"] >= 0, ["gpu", "peer"]].drop_duplicates())
 
     def pipeline_actions(self, where: Where = None) -> pd.DataFrame:
         """What each stage of a pipeline did with each microbatch; see metrics.pipeline.actions."""

@@ -122,6 +122,16 @@ def test_one_gpu_alone(tmp_path: Path) -> None:
     assert tb_chopper.open_run(tmp_path).view("parallelism").headline.startswith("One GPU alone is here")
 
 
+def test_data_parallelism_alone(tmp_path: Path) -> None:
+    for rank in range(2):
+        trace = TraceBuilder(rank=rank, world_size=2)
+        trace.step(0, 0, 100)
+        trace.collective("ncclDevKernel_AllReduce", 5, 10, 30, **{"Process Group Description": "mesh_dp"})
+        trace.write(tmp_path / f"rank{rank}.pt.trace.json")
+    line = tb_chopper.open_run(tmp_path).view("parallelism").headline
+    assert line == "The GPUs share no layers: no pipeline, and no tensor, context or expert parallelism."
+
+
 @pytest.mark.parametrize("selection", [{}, {"gpu": 1}, {"step": 1}, {"gpu": [0], "step": (1, 2), "span": 0}])
 def test_it_travels_with_any_selection(run: Run, selection: dict[str, object]) -> None:
     made = run.view("parallelism", **selection).as_dict()

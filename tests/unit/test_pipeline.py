@@ -222,6 +222,9 @@ def test_data_parallel_pipelines_are_told_apart_by_their_groups() -> None:
     places = done.drop_duplicates("gpu").set_index("gpu")[["pipeline", "position"]].sort_index()
     assert places.to_numpy().tolist() == [[0, 0], [1, 0], [1, 1], [0, 1]]
     assert pipeline.pipeline(done, "gpu")["bubble_us"].tolist() == [90, 90, 30, 30]
+    peers = pd.DataFrame([(0, 3), (3, 0), (1, 2)], columns=["gpu", "peer"])
+    by_message = pipeline.actions(table(rows), peers=peers).drop_duplicates("gpu").set_index("gpu").sort_index()
+    assert by_message["pipeline"].tolist() == [0, 1, 1, 0]
     by_order = pipeline.actions(table(rows)).drop_duplicates("gpu").set_index("gpu").sort_index()
     assert by_order["pipeline"].tolist() == [0, 1, 0, 1]
 

@@ -41,15 +41,15 @@ Members = Mapping[int, Mapping[str, Sequence[int]]]
 # ---- actions on one clock, and who is in which pipeline --------------------------------------------------------------
 
 def actions(table: pd.DataFrame, offset_ns: Mapping[int, int] | None = None, members: Members | None = None,
-            ranks: int | None = None, all_here: bool = True) -> pd.DataFrame:
+            ranks: int | None = None, all_here: bool = True, peers: pd.DataFrame | None = None) -> pd.DataFrame:
     """One row per action that did work on the device within a step, ACTION_COLUMNS, in order of pipeline, step, turn,
     position and start.
 
     table: schema.ACTIONS. start_ns, end_ns: of its work, on the first host's clock (offset_ns: how far each gpu's runs
     ahead); turn: which step() of the schedule within the step, from 0; pipeline: which of several equal ones (data
     parallel), from 0; position: of the gpu in it, by its first stage. Who is in a pipeline is told by the process group
-    (`members`) that has one gpu of every position, else by order. ranks: of a pipeline, missing where it is neither
-    told (`ranks`) nor every rank of the training is here (`all_here`).
+    (`members`) that has one gpu of every position, else by who sends to whom (`peers`: gpu, peer), else by order.
+    ranks: of a pipeline, missing where it is neither told (`ranks`) nor every rank of the training is here (`all_here`).
     """
     known = table[table["step"].notna()].copy()
     known["turn"] = known.groupby(["gpu", "step", "kind", "stage", "microbatch"], observed=True).cumcount()
@@ -58,7 +58,8 @@ def actions(table: pd.DataFrame, offset_ns: Mapping[int, int] | None = None, mem
     known = known.assign(start_ns=known["first_ns"].astype("int64") - shift,
                          end_ns=known["last_ns"].astype("int64") - shift, step=known["step"].astype("int64"),
                          kind=known["kind"].astype(object), schedule=known["schedule"].astype(object))
-    places = _places(known, members or {}, ranks)
+    groups = [g for own in (members or {}).values() for g in own.values()]
+    places = _places(known, [*groups, *(_connected(peers) if peers is not None else ())], ranks)
     known = known.merge(places, on="gpu", how="left")
     seen = places["position"].nunique() if all_here else None
     known["ranks"] = pd.Series(ranks or seen, index=known.index, dtype="Int64")
@@ -67,8 +68,18 @@ def actions(table: pd.DataFrame, offset_ns: Mapping[int, int] | None = None, mem
     return known.sort_values([*PASS, "position", "start_ns"], kind="stable", ignore_index=True)[list(ACTION_COLUMNS)]
 
 
-def _places(known: pd.DataFrame, members: Members, ranks: int | None) -> pd.DataFrame:
-    """Pipeline and position of each gpu: gpu, pipeline, position."""
+def _connected(peers: pd.DataFrame) -> list[list[int]]:
+    """Ranks that messages connect, directly or over others."""
+    group = {int(rank): {int(rank)} for rank in {*peers["gpu"], *peers["peer"]}}
+    for a, b in zip(peers["gpu"], peers["peer"], strict=True):
+        if group[a] is not group[b]:
+            group[a] |= group[b]
+            group |= dict.fromkeys(group[b], group[a])
+    return [sorted(one) for one in {id(one): one for one in group.values()}.values()]
+
+
+def _places(known: pd.DataFrame, groups: Sequence[Sequence[int]], ranks: int | None) -> pd.DataFrame:
+    """Pipeline and position of each gpu: gpu, pipeline, position. groups: of ranks, any."""
     stages = known.groupby("gpu")["stage"].agg(lambda s: tuple(sorted(set(s))))
     gpus = [int(g) for g in stages.index]
     if not gpus:
@@ -83,7 +94,7 @@ def _places(known: pd.DataFrame, members: Members, ranks: int | None) -> pd.Data
         position = {gpu: distinct.index(own) if seen_all else own[0] for gpu, own in zip(gpus, stages, strict=True)}
     n = len(set(position.values()))
     pipeline: dict[int, int] = {}
-    for group in sorted({tuple(sorted(g)) for own in members.values() for g in own.values()}):
+    for group in dict.fromkeys(tuple(sorted(g)) for g in groups):
         inside = [gpu for gpu in group if gpu in position and gpu not in pipeline]
         if len(inside) == n and len({position[gpu] for gpu in inside}) == n:
             pipeline |= dict.fromkeys(inside, len(set(pipeline.values())))

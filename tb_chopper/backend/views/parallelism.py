@@ -88,7 +88,10 @@ def _without(run: Run, selection: Selection) -> str:
         return f"One {context.device(run)} alone is here: it shares a model with no other."
     if _has_pipeline(run):
         return "A pipeline runs here, and no scope tells what its stages do."
-    return "No pipeline runs here."
+    if (run.process_groups()["role"] == "unknown").any():
+        return "No pipeline runs here."
+    them = "processes" if context.is_cpu_only(run) else "GPUs"
+    return f"The {them} share no layers: no pipeline, and no tensor, context or expert parallelism."
 
 
 def _has_pipeline(run: Run) -> bool:

@@ -49,7 +49,8 @@ def actions(table: pd.DataFrame, offset_ns: Mapping[int, int] | None = None, mem
     ahead); turn: which step() of the schedule within the step, from 0; pipeline: which of several equal ones (data
     parallel), from 0; position: of the gpu in it, by its first stage. Who is in a pipeline is told by the process group
     (`members`) that has one gpu of every position, else by who sends to whom (`peers`: gpu, peer), else by order.
-    ranks: of a pipeline, missing where it is neither told (`ranks`) nor every rank of the training is here (`all_here`).
+    ranks: of a pipeline; missing where it is neither told (`ranks`) nor every rank of the training is here
+    (`all_here`).
     """
     known = table[table["step"].notna()].copy()
     known["turn"] = known.groupby(["gpu", "step", "kind", "stage", "microbatch"], observed=True).cumcount()

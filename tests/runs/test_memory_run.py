@@ -6,6 +6,7 @@ import functools
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -79,3 +80,13 @@ def test_parameters_of_the_module_table(trained: Callable[[int], tb_chopper.Run]
     row = trained(0).model_state().iloc[0]
     assert row["parameters"] == 4 * (256 * 256 + 256) and row["state_bytes"] == 16 * row["parameters"]
     assert (row["optimizer"], row["plan"], row["assumed"]) == ("AdamW", "not divided", "")
+
+
+@pytest.mark.parametrize("kind", ["fsdp2", "tp", "pp+interleaved"])
+def test_what_the_ranks_hold_adds_up_to_the_model(recorded: Callable[[str], Path], kind: str):
+    """Whatever divides it: shards, halves of matrices, or stages, several of which are on one rank."""
+    whole = tb_chopper.open_run(recorded("ddp")).model_state()["parameters"]
+    assert len(whole) == 2 and whole.nunique() == 1, "DDP divides nothing"
+    rows = tb_chopper.open_run(recorded(kind)).model_state()
+    assert rows["parameters"].sum() == whole[0] > 0
+    assert (rows["bytes_per_parameter"] == 16).all() and (rows["optimizer"] == "AdamW").all()

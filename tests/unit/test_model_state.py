@@ -76,6 +76,7 @@ def test_stages_of_a_pipeline_have_their_own_modules():
     found = model_state.model_state(own, {gpu: {"pp": 2} for gpu in own}, rows, memory.memory(allocated(), rows),
                                     memory.activations(allocated(), rows))
     assert found["parameters"].tolist() == [100, 300]
+    assert model_state.parameters([*model(100), *model(40)], {"pp": 2}, False) == 140, "two stages, interleaved"
     same = state({0: model(400), 1: model(400)}, {"pp": 2})
     assert same["parameters"] == 200 and "stages" in same["assumed"]
 
@@ -108,6 +109,8 @@ def test_matrices_by_their_recorded_types():
     args = '{"Input Dims": [[8, 8], [8, 8]], "Input type": ["c10::BFloat16", "c10::BFloat16"]}'
     rows = tables.kernels([{"start": 0, "end": 1, "op_type": "gemm", "op_args": args}])
     assert model_state.matrix_width(rows) == 2
+    odd = '{"Input Dims": [[], [8, 8]], "Input type": ["", "float"]}'  # a DTensor has no type
+    assert model_state.matrix_width(tables.kernels([{"start": 0, "end": 1, "op_type": "gemm", "op_args": odd}])) == 4
     assert model_state.matrix_width(tables.kernels([{"start": 0, "end": 1}])) is None
 
 

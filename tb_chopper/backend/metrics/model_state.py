@@ -31,6 +31,7 @@ _FUNCTOR = re.compile(r"multi_tensor_apply_kernel\b.*Functor\w*<\s*(float|c10::B
 _MASTER = re.compile(r"Functor\w*Master", re.IGNORECASE)
 """Apex and Megatron keep float32 copies beside 16-bit parameters."""
 _FUSED = re.compile(r"Fused(Adam|Sgd|SGD|Adagrad|LAMB)\w*")
+_INPUT = re.compile(r'"Input type":\s*\[[^\]]*?"(float|double|c10::BFloat16|c10::Half)"')
 _WIDTH = {"float": 4, "double": 8, "c10::BFloat16": 2, "c10::Half": 2}
 
 
@@ -66,9 +67,8 @@ def optimizer(kernels: pd.DataFrame) -> Optimizer:
 
 
 def matrix_width(kernels: pd.DataFrame) -> int | None:
-    """Bytes of the numbers that matrix products of the forward take: 4, 2, or None where no shapes were recorded."""
-    products = kernels[(kernels["op_type"] == "gemm") & (kernels["phase"] == "forward")]
-    types = products["op_args"].dropna().astype(str).str.extract(r'"Input type":\s*\["([^"]+)"')[0].dropna()
+    """Bytes of the numbers that matrix products take: 4, 2, or None where no shapes were recorded."""
+    types = kernels.loc[kernels["op_type"] == "gemm", "op_args"].dropna().astype(str).str.extract(_INPUT)[0].dropna()
     return _WIDTH.get(str(types.mode().iloc[0])) if len(types) else None
 
 
@@ -88,13 +88,13 @@ def layout(found: Optimizer, matrices: int | None) -> Layout:
 
 def parameters(modules: Modules, plan: Plan, whole: bool) -> float | None:
     """Parameters that one GPU holds; None where the modules do not tell. whole: the modules are those of the whole
-    model, not of one stage of a pipeline."""
-    of = {str(m["fqn"]): m.get("params") for m in modules}
-    total = of.get("")
-    if total is None:
+    model, not of some stages of a pipeline (each stage is a model of its own in the table)."""
+    roots = [m.get("params") for m in modules if m["fqn"] == ""]
+    if not roots or None in roots:
         return None
-    experts = sum(n for fqn, n in of.items()
-                  if n and EXPERTS.search(fqn) and not EXPERTS.search(fqn.rpartition(".")[0]))
+    total = sum(n for n in roots if n)
+    experts = sum(m.get("params") or 0 for m in modules if EXPERTS.search(m["fqn"])
+                  and not EXPERTS.search(m["fqn"].rpartition(".")[0]))
     stages = plan.get("pp", 1) if whole else 1
     shards = plan.get("dp_shard", 1) * (plan.get("cp", 1) if plan.get("dp_shard", 1) > 1 else 1)
     of_experts = max(shards, plan.get("ep", 1)) if plan.get("ep", 1) > 1 else shards * plan.get("tp", 1)

@@ -344,6 +344,10 @@ class Run(RunTables):
 
     def imbalance(self) -> pd.DataFrame:
         """Compute, clock, power and temperature of the GPUs side by side; see metrics.stragglers.imbalance."""
+        return self._imbalance.copy()
+
+    @lazy
+    def _imbalance(self) -> pd.DataFrame:
         kernels = grouping.select(self.clocked_kernels, {"capture": self._comparable[0]})
         return stragglers.imbalance(kernels, self._comparable_steps, self.leads, self.telemetry.samples)
 
@@ -365,8 +369,20 @@ class Run(RunTables):
 
     def memory(self) -> pd.DataFrame:
         """Peak, floor, growth, fragmentation and headroom of each GPU's memory; see metrics.memory.memory."""
+        return self._memory
+
+    @lazy
+    def _memory(self) -> pd.DataFrame:
         return memory.memory(self.memory_events, self.kernels, self._memory_of_devices(), self._samples_near,
-                             self.steps)
+                             self.steps, self._stages())
+
+    def _stages(self) -> dict[int, int]:
+        """The stage of a pipeline that each gpu has first, by its actions, else by its place in its largest group."""
+        if len(self._pipelined):
+            return dict(zip(self._pipelined["gpu"], self._pipelined["position"], strict=True))
+        groups = self.process_groups()
+        pipelines = groups[groups["role"] == "pipeline"].sort_values("size", kind="stable")
+        return {gpu: place for gpus in pipelines["gpus"] for place, gpu in enumerate(gpus)}
 
     def step_memory(self) -> pd.DataFrame:
         """Lowest and highest level of memory in each step; see metrics.memory.step_memory."""

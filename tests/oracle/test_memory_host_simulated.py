@@ -79,3 +79,13 @@ def test_planted_faults_are_in_the_truth(made: Made, tmp_path: Path):
     planted = {p["fault"] for p in json.loads(next((folder / "truth").glob("*.json")).read_text())["planted"]}
     codes = {f.code for f in tb_chopper.open_run(folder).diagnosis} & MINE
     assert len(planted) == 2 and codes == {"memory_growth", "data_stall"}
+
+
+def test_stages_of_a_pipeline_are_no_peers(tmp_path: Path):
+    """1F1B: the first stage keeps as many microbatches as there are stages, the last one only one: no fault."""
+    options = Options(preset="healthy", ranks=RANKS, layers=4, steps=4, memory=True, pipeline=RANKS)
+    run = tb_chopper.open_run(simulate(tmp_path, options)[0])
+    peaks = run.memory()["peak_bytes"]
+    assert peaks[0] > 1.5 * peaks[3], "and yet"
+    assert MINE & {f.code for f in run.diagnosis} == set()
+    assert run.model_state()["floor_ratio"].tolist() == pytest.approx([1.0] * RANKS, rel=1e-3)

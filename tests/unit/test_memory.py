@@ -65,6 +65,8 @@ def test_growth_over_steps_and_peers():
     assert table["growth_bytes"].tolist() == [200, 1]
     assert table["of_peers"].tolist() == pytest.approx([300 / 200.5, 101 / 200.5])
     assert table["total_bytes"].isna().all()
+    staged = memory.memory(found, tables.kernels([{"start": 0, "end": 1, "launch": 0}]), stages={0: 0, 1: 1})
+    assert staged["of_peers"].isna().all(), "stages of a pipeline are no peers"
     assert memory.step_memory(found).query("gpu == 0")["floor_bytes"].tolist() == [10, 110, 210]
 
 

@@ -97,7 +97,8 @@ MEMORY_COLUMNS = ("gpu", "peak_bytes", "peak_ns", "step", "phase", "layer", "ope
 
 
 def memory(events: pd.DataFrame, kernels: pd.DataFrame, total_bytes: Mapping[int, int] | None = None,
-           samples: pd.DataFrame | None = None, steps: pd.DataFrame | None = None) -> pd.DataFrame:
+           samples: pd.DataFrame | None = None, steps: pd.DataFrame | None = None,
+           stages: Mapping[int, int] | None = None) -> pd.DataFrame:
     """One row per gpu with memory events, or samples of its used memory; MEMORY_COLUMNS.
 
     peak_bytes: largest allocated, at peak_ns; step, phase, layer, operation, at (gpu@start_ns): of the next kernel that
@@ -106,10 +107,12 @@ def memory(events: pd.DataFrame, kernels: pd.DataFrame, total_bytes: Mapping[int
     steps_left: until the headroom is used up, where it grows steadily. reserved_bytes: largest; fragmentation: at the
     peak. used_bytes: largest that the driver counted; outside_bytes: of it, what the allocator did not hold (median
     over samples). total_bytes (by gpu, missing where unknown); headroom_bytes = total − reserved; used_share = reserved
-    / total. of_peers: peak / median of peaks. source: profiler, snapshot, or telemetry: then floor, growth, headroom
+    / total. of_peers: peak / median of the peaks of its peers, itself included; missing where
+    it has none. source: profiler, snapshot, or telemetry: then floor, growth, headroom
     and shares are those of used memory, and nothing is known of peak and reserved.
 
-    samples: TELEMETRY on the clock of the trace; steps: STEPS, for them.
+    samples: TELEMETRY on the clock of the trace; steps: STEPS, for them. stages: by gpu the stage of a pipeline that it
+    has; those of other stages are no peers, since the first ones keep more microbatches.
     """
     of_driver = used_memory(samples, steps, events)
     by_driver = dict(zip(of_driver["gpu"], of_driver.to_dict("records"), strict=True))
@@ -121,7 +124,8 @@ def memory(events: pd.DataFrame, kernels: pd.DataFrame, total_bytes: Mapping[int
                     else _of_samples(gpu, driver or {}, total))
     out = pd.DataFrame(rows, columns=[c for c in MEMORY_COLUMNS if c != "of_peers"])
     level = out["peak_bytes"] if out["peak_bytes"].notna().all() else out["used_bytes"]
-    out["of_peers"] = level / level.median() if len(out) > 1 else np.nan
+    peers = level.groupby(out["gpu"].map(dict(stages or {})).fillna(schema.MISSING))
+    out["of_peers"] = (level / peers.transform("median")).where(peers.transform("size") > 1)
     return out[list(MEMORY_COLUMNS)].astype({"step": "Int64"})
 
 

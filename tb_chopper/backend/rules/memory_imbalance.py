@@ -11,25 +11,27 @@ if TYPE_CHECKING:
     from tb_chopper.backend.findings import Finding
     from tb_chopper.backend.run import Run
 
-REMEDY = ("balance what the GPUs hold: layers per pipeline stage (the first stages keep more microbatches, the last "
-          "one holds the output), experts, sequence lengths; or recompute more on this GPU alone; if all processes "
-          "appear on it in nvidia-smi or amd-smi, set the device before anything is loaded (map_location, set_device)")
+REMEDY = ("balance what the GPUs hold: experts, sequence lengths, what only one of them keeps; or recompute more on this "
+          "GPU alone; if all processes appear on it in nvidia-smi or amd-smi, set the device before anything is loaded "
+          "(map_location, set_device)")
 
 
 def rule(run: Run) -> list[Finding]:
-    """One diagnosis for all GPUs whose peak lies above the median by the factor, and by a share of the device that
-    matters. Peaks of the allocator; where only the driver's count is known for all, that."""
+    """One diagnosis for all GPUs whose peak lies above the median of their peers (those of the same stage, in a
+    pipeline) by the factor, and by a share of the device that matters. Peaks of the allocator; where only the driver's
+    count is known for all, that."""
     rows = run.memory()
     if len(rows) < 2:
         return []
     level = "peak_bytes" if rows["peak_bytes"].notna().all() else "used_bytes"
-    median = float(rows[level].median())
-    more = (rows[level] - median).astype("float64")
+    usual = (rows[level] / rows["of_peers"]).astype("float64")
+    more = (rows[level] - usual).astype("float64")
     matters = more >= thresholds.MEMORY_UNEVEN_OF_DEVICE * rows["total_bytes"].astype("float64")
     uneven = rows[(rows["of_peers"].astype("float64") > thresholds.MEMORY_UNEVEN) & matters]
     if not len(uneven):
         return []
     worst = uneven.loc[uneven["of_peers"].astype("float64").idxmax()]
+    median = float(usual[worst.name])
     factor, gpu, peak = float(worst["of_peers"]), int(worst["gpu"]), float(worst[level])
     return [Diagnosis(
         "memory_imbalance", "info",

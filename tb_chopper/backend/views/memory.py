@@ -30,7 +30,7 @@ DEFINITIONS = {
     "outside": "Used − reserved, median over the samples: contexts, libraries, NCCL's buffers, other processes.",
     "share": "Largest reserved / memory of the device; where nothing is known of the allocator, largest used.",
     "headroom": "Memory of the device − largest reserved. NCCL and other libraries use some of it.",
-    "peers": "Peak / median of the peaks of all GPUs.",
+    "peers": "Peak / median of the peaks of all GPUs; in a pipeline, of those of the same stage.",
     "total": "As the trace or the sidecar tells.",
     "parameters": "Parameters that the GPU holds × bytes of each.",
     "gradients": "One per parameter. Between steps they are freed where zero_grad sets them to None.",

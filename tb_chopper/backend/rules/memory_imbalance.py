@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     from tb_chopper.backend.findings import Finding
     from tb_chopper.backend.run import Run
 
-REMEDY = ("balance what the GPUs hold: experts, sequence lengths, what only one of them keeps; or recompute more on this "
-          "GPU alone; if all processes appear on it in nvidia-smi or amd-smi, set the device before anything is loaded "
+REMEDY = ("balance what the GPUs hold: experts, sequence lengths, what only one of them keeps; or recompute more on "
+          "this GPU alone; if all processes appear on it in nvidia-smi or amd-smi, set the device before anything is loaded "
           "(map_location, set_device)")
 
 

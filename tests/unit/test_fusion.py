@@ -207,7 +207,8 @@ def test_candidates_count_instances_over_steps(tmp_path):
     ("fmha_cutlassF_bf16_aligned_64x64_rf_sm80(PyTorchMemEffAttention)", "attention"), ("attn_fwd", "attention"),
     ("triton_poi_fused_add_mul_tanh_0", "torch.compile (Triton)"), ("triton__0d1d2d3de", "torch.compile (Triton)"),
     ("_liger_rms_norm_forward", "Liger"), ("multi_tensor_apply_kernel<FusedAdamMathFunctor<float, 4>>", "fused kernel"),
-    ("at::native::(anonymous namespace)::fused_dropout_kernel_vec<float>", None), (ELEMENTWISE, None)])
+    ("at::native::(anonymous namespace)::fused_dropout_kernel_vec<float>", None), (ELEMENTWISE, None),
+    ("void cudnn::winograd_nonfused::winogradForwardOutput4x4<float, float>", None)])
 def test_what_is_fused_already(kernel, how, tmp_path):
     stream = Stream(trace_of())
     stream.op("aten::add", 10, X, X).op("mylib::op", 30, X, kernel=kernel)

@@ -242,6 +242,14 @@ def test_scopes_and_garbage_collection(tmp_path: Path):
     pd.testing.assert_frame_equal(again, run.calls)
 
 
+def test_traces_of_2021_have_the_loader_as_an_operator(tmp_path: Path):
+    trace = TraceBuilder().training_step(0, 0)
+    trace.op("enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__", 5, 40)
+    trace.op("mylib::get_batch", 50, 40)  # an operator of somebody's own is not taken for a loader
+    found = tb_chopper.open_run(trace.write(tmp_path / "rank0.pt.trace.json")).calls
+    assert found[["kind", "start_ns"]].to_numpy().tolist() == [["loader", found["start_ns"].min()]]
+
+
 def test_a_loader_in_the_background_keeps_no_gpu_waiting(tmp_path: Path):
     trace = TraceBuilder().training_step(0, 0)
     trace.annotation("enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__", 5, 900, tid=99)

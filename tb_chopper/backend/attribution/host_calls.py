@@ -27,6 +27,8 @@ COMPILED: dict[str, re.Pattern[str]] = {
     "compiled": re.compile(r"^CompiledFunction$|^## Call CompiledFxGraph"),
 }
 """Those of operators; old traces have them as annotations."""
+OLD_SCOPES: dict[str, re.Pattern[str]] = {"loader": re.compile(r"^enumerate\(DataLoader\)")}
+"""Scopes that traces of 2021 have as operators."""
 
 
 def find(host: pd.DataFrame, steps: pd.DataFrame) -> pd.DataFrame:
@@ -37,7 +39,7 @@ def find(host: pd.DataFrame, steps: pd.DataFrame) -> pd.DataFrame:
     code = np.full(len(host), -1, np.int8)
     code[kind == collector] = schema.CALL_KINDS.index("gc")
     names = host["name"].cat.codes.to_numpy()
-    for of_kind, patterns in ((runtime, RUNTIME), (annotation, SCOPES | COMPILED), (operator, COMPILED)):
+    for of_kind, patterns in ((runtime, RUNTIME), (annotation, SCOPES | COMPILED), (operator, OLD_SCOPES | COMPILED)):
         by_name = np.array([_first(patterns, name) for name in host["name"].cat.categories], np.int8)
         rows = np.flatnonzero(kind == of_kind)
         if len(rows):

@@ -60,7 +60,7 @@ FUSED: dict[str, re.Pattern[str]] = {
     "torch.compile (Triton)": re.compile(r"^triton_"),
     "Liger": re.compile(r"liger", re.IGNORECASE),
     "Apex": re.compile(r"apex", re.IGNORECASE),
-    "fused kernel": re.compile(r"fused(?!_dropout)", re.IGNORECASE),
+    "fused kernel": re.compile(r"(?<!non)(?<!un)fused(?!_dropout)", re.IGNORECASE),
 }
 """Kernels that are fused already, by name. `fused_dropout` is PyTorch's only dropout kernel."""
 

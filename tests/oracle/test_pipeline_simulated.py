@@ -52,6 +52,24 @@ def test_bubbles_add_up_to_the_planted_ones(plan: tuple[str, Run, pd.DataFrame])
     assert before.to_numpy() == pytest.approx(planted.to_numpy(), abs=1)
 
 
+def test_messages_are_matched_and_receivers_wait(plan: tuple[str, Run, pd.DataFrame]) -> None:
+    """Every microbatch crosses every border between stages of different ranks twice; who receives waits for who sends,
+    and all waiting of a GPU fits into the time in which it computes nothing."""
+    _, run, truth = plan
+    sent = run.collectives(where={"name": "send_recv"})
+    stages, microbatches = truth["stage"].nunique(), truth["microbatch"].nunique()
+    pipelines = run.pipeline_actions()["pipeline"].nunique()
+    assert sent.groupby("step").size().tolist() == [2 * microbatches * (stages - 1) * pipelines] * 3
+    assert set(sent["n_ranks"]) == {2} and set(sent["source"]) == {"measured"}
+    halves = run.arrivals(where={"name": ["send", "recv"]})
+    starts = halves.pivot(index="instance", columns="name", values="start_ns")
+    wait = halves[halves["name"] == "recv"].set_index("instance")["wait_ns"]
+    assert (wait == (starts["send"] - starts["recv"]).clip(lower=0)).all()
+    exposed = run.timeline("gpu").set_index("gpu")["exposed_communication_us"]
+    waits = run.arrivals().groupby("gpu")["exposed_wait_ns"].sum() / 1000
+    assert (waits <= exposed + 1).all()
+
+
 def test_schedule_and_theory(plan: tuple[str, Run, pd.DataFrame]) -> None:
     """p 4, m 8; v 2 interleaved; two pipelines of p 2, m 4. What is above the theory is not much in equal stages."""
     name, run, _ = plan

@@ -75,6 +75,19 @@ def test_halves_of_a_transfer_stand_alone():
     assert matched(rows((0, 0, 9), (1, 0, 9), name="send")) == [0, 1]
 
 
+def test_halves_that_tell_their_peer_are_one_transfer():
+    """Two messages from 0 to 1, one back, one from 1 to 2; sequence numbers count each half for itself."""
+    frame = rows((0, 0, 9), (0, 10, 19), (0, 15, 29), (1, 1, 9), (1, 12, 19), (1, 20, 29), (1, 30, 39), (2, 5, 39),
+                 name=["send", "send", "recv", "recv", "recv", "send", "send", "recv"],
+                 peer=[1, 1, 1, 0, 0, 0, 2, 1], seq=[1, 2, 3, 7, 8, 9, 10, 4], group="pp")
+    assert matched(frame) == [0, 2, 3, 0, 2, 3, 1, 1]
+
+
+def test_a_half_whose_peer_is_not_here_stands_alone():
+    frame = rows((0, 0, 9), (0, 10, 19), (1, 10, 19), name=["send", "send", "recv"], peer=[5, 1, 0])
+    assert matched(frame) == [0, 1, 1]
+
+
 def test_several_kernels_of_one_sequence_number_pair_in_order():
     frame = rows((0, 0, 4), (0, 5, 9), (1, 1, 4), (1, 6, 9), seq=3, group="g")
     assert matched(frame) == [0, 1, 0, 1]

@@ -23,7 +23,7 @@ SYMMETRIC = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrie
 """Collectives that end on all ranks at about the same time. `send_recv` is what NCCL's kernel of an all-to-all is
 called where the trace does not tell; a pipeline's are matched by nobody, their ends spread and their residual shows."""
 POINT_TO_POINT = ("send", "recv")
-"""One rank's half of a transfer: no other rank has a row of the same name."""
+"""One rank's half of a transfer: the other is the peer's k-th, where the trace tells the peer; else it is alone."""
 APART_NS = 200_000
 """GPUs of unknown hosts whose collectives end further apart than this do not share a clock; those of one host agree
 within 50 µs in real traces, unsynchronised hosts are off by milliseconds."""
@@ -53,7 +53,8 @@ def match(rows: pd.DataFrame, hosts: Mapping[int, str | None], correct_clocks: b
     """The collectives behind the communication rows of a run.
 
     rows: gpu, group (a name that means the same set of ranks on every gpu, or null), seq (-1: none), name (plain name
-    of the collective), step (missing: none), span, start_ns, end_ns. hosts: by gpu, None where not known.
+    of the collective), step (missing: none), span, start_ns, end_ns, and peer (of a send or recv: the other rank, else
+    -1) where it is known. hosts: by gpu, None where not known.
     """
     rows = rows.reset_index(drop=True)
     if not len(rows):
@@ -99,14 +100,20 @@ def _left_out(workers: pd.DataFrame, which: np.ndarray, why: str) -> list[Findin
 def _keys(rows: pd.DataFrame) -> tuple[np.ndarray, np.ndarray]:
     """A number per row, equal for rows of one collective, and where it is certain: elsewhere rows that share it are
     only candidates, because the gpus have different numbers of them."""
-    numbered = (rows["seq"] >= 0).to_numpy()
     one_sided = rows["name"].isin(POINT_TO_POINT).to_numpy()
+    peer = rows["peer"].to_numpy() if "peer" in rows else np.full(len(rows), -1)
+    gpu = rows["gpu"].to_numpy()
+    paired = one_sided & np.isin(peer, gpu)
+    sends = (rows["name"] == "send").to_numpy()
+    numbered = (rows["seq"] >= 0).to_numpy() & ~paired  # each half counts for itself
     where = pd.DataFrame({
-        "group": rows["group"].astype(object).fillna(""), "name": rows["name"].astype(object),
+        "group": rows["group"].astype(object).fillna(""), "name": rows["name"].astype(object).mask(paired, "message"),
+        "source": np.where(paired, np.where(sends, gpu, peer), -1),
+        "target": np.where(paired, np.where(sends, peer, gpu), -1),
         "seq": np.where(numbered, rows["seq"], -1),
         "span": np.where(numbered, -1, rows["span"]),
         "step": np.where(numbered, -1, rows["step"].fillna(-1).to_numpy(np.int64)),
-        "alone": np.where(one_sided, np.arange(len(rows)), -1)})
+        "alone": np.where(one_sided & ~paired, np.arange(len(rows)), -1)})
     cell = where.groupby(list(where.columns), sort=False).ngroup().to_numpy()
     order = np.lexsort((rows["start_ns"].to_numpy(), rows["gpu"].to_numpy(), cell))
     occurrence = np.empty(len(rows), np.int64)

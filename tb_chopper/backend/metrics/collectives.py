@@ -51,11 +51,12 @@ def arrivals(kernels: pd.DataFrame, hosts: Mapping[int, str | None], groups: Gro
 
     instance, gpu, group, group_desc, group_size (−1: not told), seq, name (all_reduce, ...), bytes (NaN: not told),
     received_bytes (what the rank receives; NaN: not told), step, phase, layer, operation, capture, span, worker, kernel
-    (its name), start_ns, end_ns (on the first host's clock), kernel_start_ns (on its own, as in KERNELS), n_ranks (gpus
-    that have a row of it), wait_ns (0 for the last to arrive; NaN where no other gpu is known to take part),
-    exposed_wait_ns (the part of it under which no computation ran), exposed_ns (the part of the row under which no
-    computation ran), alone_ns (the part after the last rank arrived under which nothing else ran: no
-    computation, no communication of another group; NaN where no other gpu takes part), is_last.
+    (its name), peer (of a send or recv: the other rank, else −1), start_ns, end_ns (on the first host's clock),
+    kernel_start_ns (on its own, as in KERNELS), n_ranks (gpus that have a row of it), wait_ns (0 for the last to
+    arrive; NaN where no other gpu is known to take part), exposed_wait_ns (the part of it under which no computation
+    ran; of waits at the same time the first has it), exposed_ns (the part of the row under which no computation ran),
+    alone_ns (the part after the last rank arrived under which nothing else ran: no computation, no communication of
+    another group; NaN where no other gpu takes part), is_last.
 
     hosts: by gpu. Rows of one GPU count once per kernel; those of CPU profiles are the collectives themselves, not the
     operators that issue them.
@@ -68,7 +69,7 @@ def arrivals(kernels: pd.DataFrame, hosts: Mapping[int, str | None], groups: Gro
         "operation": rows["operation"].astype(object), "capture": rows["capture"], "span": rows["span"],
         "worker": rows["worker"].astype(object),
         "kernel": rows["name"].astype(object), "start_ns": rows["start_ns"], "end_ns": rows["end_ns"],
-        "kernel_start_ns": rows["start_ns"]})
+        "kernel_start_ns": rows["start_ns"], "peer": rows["peer"]})
     out["bytes"] = _bytes(rows, out["name"])
     out["received_bytes"] = _size(rows, rows["out_nelems"])
     matched = ranks.match(out, hosts, correct_clocks)
@@ -166,7 +167,7 @@ def element_bytes(dtype: object) -> float:
 def _exposed(kernels: pd.DataFrame, rows: pd.DataFrame, last: pd.Series,
              shift: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """The part of each row's wait, and of the row, under which its GPU computes nothing; the part behind the wait under
-    which it does nothing else at all, ns."""
+    which it does nothing else at all, ns. Of waits at the same time (a pipeline receives ahead) the first has it."""
     wait, whole, alone = (np.zeros(len(rows), np.int64) for _ in range(3))
     start, end = rows["start_ns"].to_numpy() - shift, rows["end_ns"].to_numpy() - shift
     until = np.clip(last.to_numpy() - shift, start, end)
@@ -179,7 +180,11 @@ def _exposed(kernels: pd.DataFrame, rows: pd.DataFrame, last: pd.Series,
     for c in np.unique(capture):
         mine = np.flatnonzero(capture == c)
         compute = lanes(of_capture[c]).compute
-        wait[mine] = without(mine, start, until, compute)
+        mine = mine[np.argsort(start[mine], kind="stable")]
+        reach = np.maximum.accumulate(until[mine])
+        free = until.copy()
+        free[mine] = np.clip(np.concatenate((start[mine[:1]], reach[:-1])), start[mine], until[mine])
+        wait[mine] = without(mine, free, until, compute)
         whole[mine] = without(mine, start, end, compute)
         for g in np.unique(group[mine]):
             own, other = mine[group[mine] == g], mine[group[mine] != g]
@@ -203,7 +208,7 @@ def instances(arrived: pd.DataFrame) -> pd.DataFrame:
     also where all arrive at once.
     transfer_us: missing where the last rank arrives after another has left (a broadcast's root need not wait).
     algbw_gbs, busbw_gbs in 10⁹ bytes/s. source: measured, or `lower bound` (of the bandwidths) where ranks of the group
-    are missing, since a missing one may have come later.
+    are missing, since a missing one may have come later. Both halves of a message are one row, `send_recv`.
     """
     grouped = arrived.groupby("instance", sort=True)
     first = grouped.first().reset_index()
@@ -211,7 +216,8 @@ def instances(arrived: pd.DataFrame) -> pd.DataFrame:
     n = grouped.size().to_numpy()
     size = grouped["group_size"].max().to_numpy()
     usual = first.assign(n=n).groupby("group")["n"].transform("max").to_numpy()
-    size = np.where(size > 0, size, usual)
+    pair = first["name"].isin(ranks.POINT_TO_POINT).to_numpy() & (n == 2)
+    size = np.where(pair, 2, np.where(size > 0, size, usual))
     transfer = (end.min() - start.max()).to_numpy().astype("float64")
     transfer[transfer < 0] = np.nan
     largest = grouped["bytes"].max().to_numpy()
@@ -223,7 +229,8 @@ def instances(arrived: pd.DataFrame) -> pd.DataFrame:
     whole = together & (n >= size)
     duration = (end.sum() - start.sum()).to_numpy() / 1000
     return first.assign(
-        bytes=largest, n_ranks=n, size=size, start_ns=start.min().to_numpy(), duration_us=duration,
+        name=first["name"].mask(pair, "send_recv"), bytes=largest, n_ranks=n, size=size,
+        start_ns=start.min().to_numpy(), duration_us=duration,
         **{f"{c}_us": np.where(together, grouped[f"{c}_ns"].sum().to_numpy() / 1000, np.nan)
            for c in ("wait", "exposed_wait")},
         exposed_us=grouped["exposed_ns"].sum().to_numpy() / 1000,

@@ -74,6 +74,7 @@ def test_equally_slow_gpus_are_one_diagnosis(tmp_path):
     assert run.what_if().set_index("gpu")["gain_us"].loc[[2, 6]].tolist() == [0, 0]
     d, = said(run)
     assert d.gpus == (2, 6)
+    assert d.message.startswith("GPU 2 needs 20.8% longer for the same kernels, GPU 6 needs 20.8% longer")
     assert d.gain_ms == pytest.approx(0.125)
     assert d.title == "GPUs 2 and 6 hold the others up"
 
@@ -94,6 +95,8 @@ def test_a_gpu_with_more_to_compute(tmp_path):
     d, = said(run_of(tmp_path, [500, 500, 500], more=[0, 120, 0]))
     assert (d.gpus, d.gain_ms) == ((1,), pytest.approx(0.12))
     assert d.cause == "more to compute than the others"
+    assert evidence(d)["GPU 1 computes more"] == pytest.approx(120)
+    assert d.message.startswith("GPU 1 computes 0.12 ms a step more than the median of the others; it arrives last")
 
 
 @pytest.mark.parametrize("compute", [[500, 500, 500], [500, 520, 500], [500]])

@@ -96,13 +96,13 @@ def test_two_equally_slow_gpus_cost_nothing_alone():
     times = own(g0=[100], g1=[150], g2=[150], g3=[100], g4=[100])
     table = stragglers.what_if(times, equal(5))
     assert table["gain_us"].tolist() == [0, 0, 0, 0, 0, 50]
-    assert stragglers.gain(times, equal(5), [1, 2]) == (50, 50)
-    assert stragglers.gain(times, equal(5), [1]) == (0, 0)
+    assert stragglers.gain(times, equal(5), [1, 2]) == (50, 50, 50)
+    assert stragglers.gain(times, equal(5), [1]) == (0, 0, 0)
 
 
 def test_half_of_the_gpus_slow():
     """As fast as the median of the others, not of all."""
-    assert stragglers.gain(own(g0=[100], g1=[150], g2=[150], g3=[102]), equal(4), [1, 2]) == (48, 48)
+    assert stragglers.gain(own(g0=[100], g1=[150], g2=[150], g3=[102]), equal(4), [1, 2]) == (48, 48, 48)
 
 
 def test_contention_by_waiting_ends_with_the_waiting():
@@ -119,7 +119,7 @@ def test_contention_by_transfers_stays():
 
 def test_other_kernels_are_no_contention():
     gpus = equal(3, compute_us={1: 130}, load_excess_us={1: 30})
-    assert stragglers.gain(own(g0=[100], g1=[130], g2=[100]), gpus, [1]) == (30, 30)
+    assert stragglers.gain(own(g0=[100], g1=[130], g2=[100]), gpus, [1]) == (30, 30, 30)
 
 
 def test_at_the_power_cap_the_fast_gpus_slow_down_when_they_wait_less():
@@ -127,15 +127,17 @@ def test_at_the_power_cap_the_fast_gpus_slow_down_when_they_wait_less():
     columns = {"slowness": {1: 1.25}, "compute_us": {1: 125}, "clock_mhz": {0: 2000, 1: 1600, 2: 2000}}
     times = own(g0=[100], g1=[125], g2=[100])
     capped = stragglers.gain(times, equal(3, **columns, power_share=dict.fromkeys(range(3), 1.0)), [1])
-    assert capped == (pytest.approx(125 - 100 * 1.25 ** (1 / 3), abs=1e-3), pytest.approx(25))
+    assert capped.at_least_us == pytest.approx(125 - 100 * 1.25 ** (1 / 3), abs=1e-3)
+    assert capped.at_most_us == pytest.approx(25)
+    assert capped.us == (capped.at_least_us + capped.at_most_us) / 2
     below = stragglers.gain(times, equal(3, **columns, power_share=dict.fromkeys(range(3), 0.5)), [1])
-    assert below == (pytest.approx(25), pytest.approx(25))
+    assert below == pytest.approx((25, 25, 25))
 
 
 def test_waiting_among_equals_remains():
     times = own(g0=[100], g1=[150], g2=[102], g3=[100])
-    assert stragglers.gain(times, equal(4), [1], remaining_wait_us=3.0) == (45, 45)
-    assert stragglers.gain(times, equal(4), [0], remaining_wait_us=3.0) == (0, 0)
+    assert stragglers.gain(times, equal(4), [1], remaining_wait_us=3.0) == (45, 45, 45)
+    assert stragglers.gain(times, equal(4), [0], remaining_wait_us=3.0) == (0, 0, 0)
 
 
 def test_nothing_to_compare():

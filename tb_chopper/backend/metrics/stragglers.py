@@ -89,9 +89,11 @@ AT_THE_CAP = 0.9
 
 
 class Gain(NamedTuple):
-    """µs of a step: likely, and at most."""
+    """µs of a step. at_most: the other GPUs keep their clocks; at_least: their mean power rises to the cap and no
+    further; us: in the middle."""
 
     us: float
+    at_least_us: float
     at_most_us: float
 
 
@@ -109,8 +111,8 @@ def what_if(own: pd.DataFrame, gpus: pd.DataFrame, remaining_wait_us: float = np
     rows = []
     for gpu in [*table.columns, None]:
         found = gain(own, gpus, list(table.columns) if gpu is None else [gpu], remaining_wait_us)
-        rows.append((gpu, float(table[gpu].median()) if gpu is not None else np.nan, step, step - found.us, *found,
-                     found.us / step))
+        rows.append((gpu, float(table[gpu].median()) if gpu is not None else np.nan, step, step - found.us, found.us,
+                     found.at_most_us, found.us / step))
     return pd.DataFrame(rows, columns=list(WHAT_IF_COLUMNS)).astype({"gpu": "Int64"})
 
 
@@ -125,9 +127,10 @@ def gain(own: pd.DataFrame, gpus: pd.DataFrame, faster: Sequence[int], remaining
         clean = (C − b · O) / r + b · O        C, O: compute time of s, and the part of it beside communication
         b = (c − C / r) / (o − O / r)          what communication adds to a kernel; c, o: the same of the other GPU
 
-    where the kernels are those that both run. `us` also takes it that the others draw more power once they wait less,
-    up to their cap; where that does not suffice, their clock falls, power of the cores going with its third power.
-    Without sampled power, and in `at_most_us`, clocks stay as they are.
+    where the kernels are those that both run. Once they wait less the others draw more power. `at_least_us` takes it
+    that their mean power rises to the cap and that then their clock falls, power of the cores going with its third
+    power; `at_most_us` that clocks stay, as they do while work is shorter than the firmware's view of power. Below the
+    cap, and without sampled power, both are the same.
     """
     table = own.pivot_table(index="step", columns="gpu", values="own_us").dropna()
     step = float(own.groupby("step")["time_us"].max().reindex(table.index).median())
@@ -142,12 +145,13 @@ def gain(own: pd.DataFrame, gpus: pd.DataFrame, faster: Sequence[int], remaining
         found = float((table.max(axis=1) - after.max(axis=1)).median())
         return found + less_wait if found > 0 else found
 
-    most = likely = of(1.0)
+    most = least = of(1.0)
     for _ in range(CLOCK_ROUNDS):
-        before, likely = likely, of(_clock_after(rows, slowest, faster, likely / step))
-        if abs(likely - before) < AGREE * step:
+        before, least = least, of(_clock_after(rows, slowest, faster, least / step))
+        if abs(least - before) < AGREE * step:
             break
-    return Gain(max(min(likely, most), 0.0), max(most, 0.0))
+    most, least = max(most, 0.0), max(min(least, most), 0.0)
+    return Gain((least + most) / 2, least, most)
 
 
 CLOCK_ROUNDS, AGREE = 40, 1e-6

@@ -24,7 +24,8 @@ CAUSES = {
 HOW = ("largest own time of a step - what would remain the largest if these GPUs were as fast as the median of the "
        "others; own time is the time of the step without the waiting for others that no computation hides, and without "
        "what waiting collectives add to the kernels beside them")
-HOW_CAPPED = "; at the power cap the others' clocks fall once they wait less: without that it would be {:.3g} ms"
+HOW_CAPPED = ("; the others are at their power cap and slow down once they wait less: {:.3g} ms if their mean power "
+              "only rises to the cap, {:.3g} ms if their clocks stay; this is the middle")
 RANGE = 1.02
 """the larger estimate over the smaller: below they are the same"""
 
@@ -47,16 +48,18 @@ def rule(run: Run) -> list[Finding]:
     if gain < thresholds.SMALL_GAIN * step:
         return []
     usual = float(rows.loc[~rows["gpu"].isin(gpus), "slowness"].median())
-    slow = slow.assign(slower=slow["slowness"] / usual - 1).sort_values("slower", ascending=False)
+    more = run.imbalance().set_index("gpu")["load_excess_us"].reindex(slow["gpu"]).to_numpy()
+    slow = slow.assign(slower=slow["slowness"] / usual - 1, more_us=more).sort_values("own_us", ascending=False)
     worst = slow.iloc[0]
     cause, remedy = CAUSES[str(worst["explained_by"])]
     own = run.kernels[(run.kernels["gpu"] == int(worst["gpu"])) & (run.kernels["kind"] == "compute")]
-    capped = found.at_most_us > RANGE * found.us
+    least, most = found.at_least_us / 1000, found.at_most_us / 1000
+    capped = most > RANGE * least
     return [Diagnosis(
         "slow_gpu", severity(gain, step), _message(slow, cause), title=f"{_named(gpus)} the others up",
-        evidence=_evidence(run, slow, gain, found.at_most_us / 1000 if capped else None),
+        evidence=_evidence(run, slow, (least, most) if capped else None),
         cause=cause, remedy=remedy, gain_ms=gain,
-        gain_how=HOW + (HOW_CAPPED.format(found.at_most_us / 1000) if capped else ""),
+        gain_how=HOW + (HOW_CAPPED.format(least, most) if capped else ""),
         gpus=gpus, view="stragglers", selection={"gpu": int(worst["gpu"])}, kernel=largest(own))]
 
 
@@ -68,23 +71,30 @@ def _named(gpus: tuple[int, ...]) -> str:
 
 def _message(slow: pd.DataFrame, cause: str) -> str:
     """The slowest first. A GPU with more to compute is as fast as the others for the same kernels."""
-    each = ", ".join(f"GPU {int(g)} {s:.1%}" for g, s in zip(slow["gpu"], slow["slower"], strict=True))
-    return (f"longer for the same kernels than the median of the other GPUs: {each}; arrives last in "
-            f"{slow['last_share'].sum():.0%} of the collectives: {cause}")
+    each = [f"GPU {int(row['gpu'])} " + (f"computes {row['more_us'] / 1000:.3g} ms a step more"
+                                         if row["explained_by"] == "load" else
+                                         f"needs {row['slower']:.1%} longer for the same kernels")
+            for _, row in slow.iterrows()]
+    last = "it arrives" if len(slow) == 1 else "they arrive"
+    return (f"{', '.join(each)} than the median of the others; {last} last in {slow['last_share'].sum():.0%} of the "
+            f"collectives: {cause}")
 
 
-def _evidence(run: Run, slow: pd.DataFrame, gain_ms: float, at_most_ms: float | None) -> tuple[Evidence, ...]:
+def _evidence(run: Run, slow: pd.DataFrame, gain_ms: tuple[float, float] | None) -> tuple[Evidence, ...]:
     clocks = run.imbalance().set_index("gpu")["clock_mhz"]
     others = clocks[~clocks.index.isin(slow["gpu"])].median()
     rows: list[Evidence] = []
-    for gpu, slower, own in zip(slow["gpu"], slow["slower"], slow["own_us"], strict=True):
-        rows += [Evidence(f"GPU {gpu} slower than the others", float(slower), "share"),
+    for gpu, slower, more, own, why in slow[["gpu", "slower", "more_us", "own_us", "explained_by"]].itertuples(
+            index=False):
+        rows += [Evidence(f"GPU {gpu} computes more", float(more), "us") if why == "load" else
+                 Evidence(f"GPU {gpu} slower than the others", float(slower), "share"),
                  Evidence(f"GPU {gpu} own time of a step", float(own), "us")]
         if not pd.isna(clocks[gpu]):
             rows.append(Evidence(f"GPU {gpu} clock", float(clocks[gpu]), "mhz"))
     if not pd.isna(others):
         rows.append(Evidence("clock of the others", float(others), "mhz"))
     rows.append(Evidence("arrives last", float(slow["last_share"].sum()), "share"))
-    if at_most_ms is not None:
-        rows += [Evidence("gain, likely", gain_ms * 1000, "us"), Evidence("gain at most", at_most_ms * 1000, "us")]
+    if gain_ms is not None:
+        rows += [Evidence(f"gain at {word}", ms * 1000, "us") for word, ms in zip(("least", "most"), gain_ms,
+                                                                                 strict=True)]
     return tuple(rows)

@@ -21,9 +21,9 @@ DEFINITIONS = {
     "lead": "How much earlier a GPU starts a kernel than the GPU that starts it last. The straggler's is near 0.",
     "own": "Time of a step without the waiting for other GPUs that no computation hides.",
     "gain": "Step time saved if this GPU were as fast as the median of the others: largest own time − what would "
-    "remain the largest, without what waiting collectives add to the kernels beside them; GPUs at their cap lower "
-    "their clock when they wait less.",
-    "most": "The same if clocks stay as they are.",
+    "remain the largest, without what waiting collectives add to the kernels beside them; at a power cap the "
+    "middle of two estimates.",
+    "most": "The same if the others keep their clocks: at their power cap they slow down once they wait less.",
     "slowness": "Time of its kernels / median time of the same kernels on all GPUs, without those that communication "
     "overlaps.",
     "last": "Share of the collectives in which it arrived last.",

@@ -83,6 +83,20 @@ def test_halves_that_tell_their_peer_are_one_transfer():
     assert matched(frame) == [0, 2, 3, 0, 2, 3, 1, 1]
 
 
+def test_messages_tie_hosts_that_share_no_collective():
+    """GPU 1's clock is 500 µs ahead; the half that receives ends 3 µs after the one that sends, both ways."""
+    each, names, peers = [], [], []
+    for k in range(4):
+        at = 1000 * k
+        each += [(0, at, at + 9), (1, at + 505, at + 512), (1, at + 600, at + 609), (0, at + 100, at + 112)]
+        names += ["send", "recv", "send", "recv"]
+        peers += [1, 0, 0, 1]
+    found = ranks.match(rows(*each, name=names, peer=peers), {0: "a", 1: "b"})
+    assert found.clocks["known"].tolist() == [True, True]
+    assert found.clocks["offset_us"].tolist() == [0, 500]
+    assert found.clocks["residual_us"].tolist() == [0, 3]
+
+
 def test_a_half_whose_peer_is_not_here_stands_alone():
     frame = rows((0, 0, 9), (0, 10, 19), (1, 10, 19), name=["send", "send", "recv"], peer=[5, 1, 0])
     assert matched(frame) == [0, 1, 1]

@@ -191,10 +191,12 @@ class _Clock:
 
 
 def _clocks(rows: pd.DataFrame, instance: np.ndarray, hosts: Mapping[int, str | None]) -> list[_Clock]:
-    """The clocks of the gpus that communicate, the first one's offset being 0."""
+    """The clocks of the gpus that communicate, the first one's offset being 0. Hosts that share no collective are tied
+    by messages: a receiver may end a little after its sender, but they go both ways, and a median stands between."""
     gpus = sorted(int(g) for g in rows["gpu"].unique())
     usable = (instance >= 0) & rows["name"].isin(SYMMETRIC).to_numpy()
-    ends = pd.DataFrame({"instance": instance, "gpu": rows["gpu"], "end": rows["end_ns"]})[usable]
+    every = pd.DataFrame({"instance": instance, "gpu": rows["gpu"], "end": rows["end_ns"]})
+    ends = every[usable]
     named: dict[str, list[int]] = {}
     for gpu in gpus:
         if hosts.get(gpu) is not None:
@@ -203,6 +205,8 @@ def _clocks(rows: pd.DataFrame, instance: np.ndarray, hosts: Mapping[int, str | 
     groups = list(named.items()) + [(_clock_name(part), part) for part in _told_apart(ends, unnamed)]
     clocks = sorted((_Clock(name, part) for name, part in groups), key=lambda c: c.gpus[0])
     _fit(ends, clocks)
+    if not all(c.known for c in clocks):
+        _fit(every[usable | ((instance >= 0) & rows["name"].isin(POINT_TO_POINT).to_numpy())], clocks)
     return clocks
 
 

@@ -14,12 +14,12 @@ if TYPE_CHECKING:
     from tb_chopper.backend.run import Run
 
 CAUSES = {
-    "cooling": ("hotter than the others, at a lower clock", "check the cooling and the air flow of its slot"),
+    "cooling": ("hotter than the others, at a lower clock", "check the cooling and the air flow of the slot"),
     "power": ("draws more power than the others, at a lower clock",
               "check the power cap of every GPU of the host, or move less work there"),
     "clock": ("a lower clock", "compare the clock and power limits of the GPUs (amd-smi, nvidia-smi -q)"),
     "load": ("more to compute than the others", "spread the work evenly: sequence lengths, experts, stages"),
-    "unknown": ("the same kernels take longer", "record telemetry to see its clock; then exchange the GPU"),
+    "unknown": ("the same kernels take longer", "record telemetry to see the clock; then exchange the GPU"),
 }
 HOW = ("largest own time of a step - what would remain the largest if these GPUs were as fast as the median of the "
        "others; own time is the time of the step without the waiting for others that no computation hides, and without "

@@ -90,10 +90,12 @@ def _headline(rows: pd.DataFrame, cost: pd.DataFrame) -> str:
     if not all_gain > SMALL * step:
         return "No GPU holds the others up by more than 2 % of a step."
     if not gain > all_gain / 2:
-        slow = rows[rows["own_us"] > (1 + SMALL) * rows["own_us"].median()]
+        late = rows.sort_values("own_us", ascending=False)
+        slow = late[late["explained_by"].notna() & (late["own_us"] > late["own_us"].median())]
+        slow = slow if len(slow) else late.head(2)
         return (f"Several GPUs hold the others up together, none alone: as fast as the median, a step would be "
                 f"{text.duration(all_gain)} shorter ({text.share(all_gain / step)}). The slowest: "
-                f"{', '.join(f'GPU {g}' for g in slow.sort_values('own_us', ascending=False)['gpu'].head(4))}.")
+                f"{', '.join(f'GPU {g}' for g in slow['gpu'].head(4))}.")
     why = WORDS.get(worst["explained_by"], "")
     return (f"GPU {worst['gpu']} costs {text.duration(gain)} of each step of {text.duration(step)}"
             f"{': ' + why if why else ''}.")
@@ -105,7 +107,11 @@ def _outlier_words(outliers: pd.DataFrame) -> str:
         return ""
     worst = figures.largest(odd, "time_us")
     grew = str(worst["grew"]).replace("_", " ")
-    where = f" before or in {text.short(worst['operation'], 50)}" if isinstance(worst["operation"], str) else ""
+    where = ""
+    if isinstance(worst["operation"], str):
+        late = grew == "idle" and worst["at_step"] != worst["step"]
+        where = (f" {'before' if grew == 'idle' else 'in'} {text.short(worst['operation'], 50)}"
+                 f"{' of step ' + str(worst['at_step']) if late else ''}")
     return f" Step {worst['step']} takes {text.duration(worst['time_us'])}, far above the others: {grew}{where}."
 
 

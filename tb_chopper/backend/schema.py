@@ -41,7 +41,9 @@ their own kind so that nobody nests them."""
 ASYNC = "async"
 GC = "gc"
 """A run of Python's garbage collector; like async, it is no scope."""
-ALL_HOST_KINDS = (*HOST_KINDS, ASYNC, GC)
+PROFILER = "profiler"
+"""Work of the profiler itself, as CUPTI tells it; no scope either."""
+ALL_HOST_KINDS = (*HOST_KINDS, ASYNC, GC, PROFILER)
 
 HOST: Table = (
     Column("start_ns", "int64", "ns", "start"),
@@ -161,7 +163,7 @@ STEPS: Table = (
 
 COMPILED_KINDS = ("region", "compiled")
 """region: a frame that torch.compile compiled, with what runs eagerly in its graph breaks; compiled: a graph in it."""
-CALL_KINDS = ("sync", "allocation", "loader", "compile", "recompile", "gc", *COMPILED_KINDS)
+CALL_KINDS = ("sync", "allocation", "loader", "compile", "recompile", "gc", "profiler", *COMPILED_KINDS)
 
 CALLS: Table = (
     Column("gpu", "int64", "", "as in KERNELS; of a file with several devices, the first"),

@@ -197,6 +197,20 @@ def test_late_host(tmp_path: Path, late: float, speaks: bool) -> None:
         assert evidence(d)["idles longer"] == pytest.approx(late)
 
 
+def test_the_profiler_itself(tmp_path: Path) -> None:
+    """CUPTI flushes its buffers for 40 µs of each step, and the GPU runs dry."""
+
+    def step(trace: TraceBuilder, rank: int, start: float, number: int) -> None:
+        compute(trace, start + 10, 400)
+        trace.span("overhead", "Buffer Flush", start + 410, 40, pid=-1, tid=0)
+        compute(trace, start + 460, 550)
+
+    run = run_of(tmp_path, 1, step)
+    [said] = found(run, "profiler_overhead")
+    assert said.gain_ms == pytest.approx(0.040) and evidence(said)["calls"] == "Buffer Flush"
+    assert run.idle_causes().set_index("cause")["idle_us"]["profiler"] == STEPS * 40
+
+
 def throttled(folder: Path, share: float, power_w: float, throttle: str = "none") -> Run:
     """One GPU, steps of 10 ms full of one kernel, at a share of its 2100 MHz."""
     sampled_runs.gpu_trace(folder, [(10 * i, 10 * i + 10) for i in range(STEPS)])

@@ -34,10 +34,10 @@ OLD_SCOPES: dict[str, re.Pattern[str]] = {"loader": re.compile(r"^enumerate\(Dat
 def find(host: pd.DataFrame, steps: pd.DataFrame) -> pd.DataFrame:
     """CALLS without gpu, in order of start, of a HOST table. steps: schema.STEPS of the file."""
     kind = host["kind"].cat.codes.to_numpy()
-    runtime, annotation, operator, collector = (
-        schema.ALL_HOST_KINDS.index(k) for k in ("runtime", "annotation", "cpu_op", schema.GC))
+    runtime, annotation, operator = (schema.ALL_HOST_KINDS.index(k) for k in ("runtime", "annotation", "cpu_op"))
     code = np.full(len(host), -1, np.int8)
-    code[kind == collector] = schema.CALL_KINDS.index("gc")
+    for of_kind in (schema.GC, schema.PROFILER):
+        code[kind == schema.ALL_HOST_KINDS.index(of_kind)] = schema.CALL_KINDS.index(of_kind)
     names = host["name"].cat.codes.to_numpy()
     for of_kind, patterns in ((runtime, RUNTIME), (annotation, SCOPES | COMPILED), (operator, OLD_SCOPES | COMPILED)):
         by_name = np.array([_first(patterns, name) for name in host["name"].cat.categories], np.int8)

@@ -22,7 +22,7 @@ from tb_chopper.backend.metrics.timeline import Gaps, gaps, timeline
 
 SHORT_NS = 10_000
 """kernels below this cost about as much to launch as to run"""
-CAUSES = ("recompile", "compile", "loader", "allocation", "gc", "sync")
+CAUSES = ("profiler", "recompile", "compile", "loader", "allocation", "gc", "sync")
 DISPATCH = "dispatch"
 
 

@@ -24,7 +24,7 @@ Number = int | float | str | bool | None
 Text = str | int | float | bool | None
 RAW = msgspec.Raw(b"")
 
-OP, ANNOTATION, RUNTIME, MODULE, ASYNC, GC = range(6)
+OP, ANNOTATION, RUNTIME, MODULE, ASYNC, GC, PROFILER = range(7)
 """Codes of `schema.ALL_HOST_KINDS`."""
 KERNEL, MEMCPY, MEMSET = range(3)
 """Codes of `schema.ACTIVITIES`."""
@@ -33,7 +33,7 @@ KERNEL, MEMCPY, MEMSET = range(3)
 HOST_CATEGORIES = {
     "cpu_op": OP, "Operator": OP, "": OP, "user_annotation": ANNOTATION,
     "cuda_runtime": RUNTIME, "cuda_driver": RUNTIME, "Runtime": RUNTIME, "xpu_runtime": RUNTIME,
-    "privateuse1_runtime": RUNTIME, "mtia_runtime": RUNTIME,
+    "privateuse1_runtime": RUNTIME, "mtia_runtime": RUNTIME, "overhead": PROFILER,
 }
 DEVICE_CATEGORIES = {
     "kernel": KERNEL, "Kernel": KERNEL, "gpu_memcpy": MEMCPY, "Memcpy": MEMCPY, "gpu_memset": MEMSET, "Memset": MEMSET,

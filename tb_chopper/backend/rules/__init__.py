@@ -30,6 +30,7 @@ RULES: tuple[str, ...] = (
     "synchronizing_calls",
     "allocator_calls",
     "garbage_collection",
+    "profiler_overhead",
     "islands",
     "over_sharding",
     "pipeline_bubble",

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from tb_chopper.backend.run import Run
 
 CAUSES = ("data_stall", "small_kernels", "synchronizing_calls", "allocator_calls", "garbage_collection", "late_host",
-          "pipeline_bubble", "outlier_step")
+          "pipeline_bubble", "outlier_step", "profiler_overhead")
 REMEDIES = {
     "sync": ("the host waits for the GPU and launches nothing meanwhile",
              "move .item(), print and copies to the host out of the step"),
@@ -21,6 +21,7 @@ REMEDIES = {
     "compile": ("the host compiles", "warm up all shapes before the measured steps; mark dynamic dimensions"),
     "recompile": ("the host compiles again", "TORCH_LOGS=recompiles tells which guard fails; mark dynamic dimensions"),
     "gc": ("Python collects garbage", "gc.freeze() after the warm-up, gc.disable() and a collection of your own"),
+    "profiler": ("the profiler is at work itself", "record fewer steps after a longer warm-up, without stacks"),
     "dispatch": ("the host cannot launch fast enough", "torch.compile, CUDA/HIP graphs, fused or foreach optimizers"),
     "device": ("kernels are launched in time and start late", "look at what the streams wait for in the Trace tab"),
     "unknown": ("the launches of the kernels are not in the capture", "record CPU activities as well"),

@@ -28,6 +28,7 @@ DEFINITIONS = {
     "compile": "torch.compile compiled code for the first time.",
     "recompile": "torch.compile compiled code again: a shape or a guard changed.",
     "gc": "Python collected garbage.",
+    "profiler": "The profiler was at work itself: flushing its buffers, loading what it needs.",
     "unknown": "The launch call is not in the capture.",
     "idle": "Time in which nothing runs on the GPU.",
     "short": "Compute kernels below 10 µs: about as long to launch as to run.",
@@ -41,8 +42,8 @@ DEFINITIONS = {
     "data_stall": "Data loading that no GPU work covers / length of the steps, on the GPU that has most of it.",
     "middle": "Waits before a kernel of the same step's forward or backward; the wait that ends a step is normal.",
 }
-STALLS = ("loader", "sync", "allocation", "gc", "compile", "recompile")
-ORDER = ("dispatch", "device", "sync", "loader", "allocation", "compile", "recompile", "gc", "unknown")
+STALLS = ("loader", "sync", "allocation", "gc", "profiler", "compile", "recompile")
+ORDER = ("dispatch", "device", "sync", "loader", "allocation", "compile", "recompile", "gc", "profiler", "unknown")
 REMEDIES = {
     "dispatch": "fewer and larger kernels (torch.compile, graphs) would help",
     "device": "it was launched in time",
@@ -52,6 +53,7 @@ REMEDIES = {
     "compile": "code is still being compiled",
     "recompile": "fixed or padded shapes would help",
     "gc": "collecting between steps would help",
+    "profiler": "a run without profiler has none of it",
     "unknown": "it was launched before the capture",
 }
 NO_LAUNCHES = Missing(

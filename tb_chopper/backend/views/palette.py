@@ -58,6 +58,7 @@ COLORS: dict[str, str] = {
     "compile": "#5C3A1E",
     "recompile": "#5C3A1E",
     "gc": "#1F4FD8",
+    "profiler": "#9B8AA5",
     "unknown": "#757D89",
     # links between GPUs
     "fast_link": "#2E6F9E",
@@ -149,6 +150,7 @@ LABELS: dict[str, str] = {
     "compile": "Compilation",
     "recompile": "Recompilation",
     "gc": "Garbage collection",
+    "profiler": "Profiler",
     "unknown": "Launch unknown",
     "fast_link": "NVLink, XGMI",
     "pcie_link": "PCIe",

@@ -115,9 +115,11 @@ def test_fused_attention_is_recognised_and_not_proposed(shared, name, n):
 def test_eager_chains_of_resnet(shared):
     """ResNet-50: 16 residual sums behind a normalisation in every forward pass."""
     run = opened(shared, "resnet50_v100")
-    forward = run.chains[(run.chains["phase"] == "forward") & (run.chains["pattern"] == fusion.RESIDUAL_NORM)]
-    assert (forward.groupby("step").size() <= 16).all() and (forward.groupby("step").size() >= 12).all()
-    assert forward["operations"].astype(str).str.contains("cudnn_batch_norm → add_").all()
+    forward = run.chains[(run.chains["phase"] == "forward") & (run.chains["pattern"] == fusion.BATCH_NORM)]
+    summed = forward[forward["operations"].astype(str).str.contains("cudnn_batch_norm → add_")]
+    assert (summed.groupby("step").size() <= 16).all() and (summed.groupby("step").size() >= 12).all()
+    # Nothing can save more than the sums, ReLUs and their gradients take: 13.3 ms of a step, counted from the file.
+    assert run.fusion(where={"phase": ["forward", "backward"]})["per_step_us"].sum() < 13_300
 
 
 def test_no_saving_without_shapes(shared):

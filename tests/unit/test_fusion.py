@@ -71,6 +71,15 @@ def test_residual_add_and_norm_write_the_sum_once(tmp_path):
     assert chain["saved_by"] == fusion.BANDWIDTH and chain["n_kernels"] == 2
 
 
+def test_what_is_fused_with_a_batch_norm_does_not_make_it_shorter(tmp_path):
+    """Its statistics are of the whole batch: fused with a ReLU it still takes the 90 µs that it takes alone."""
+    stream = Stream(trace_of())
+    stream.op("aten::cudnn_batch_norm", 90, X, HALF, HALF).op("aten::clamp_min_", 25, X, ([], "Scalar"))
+    chain = only(run_of(stream.trace, tmp_path))
+    assert (chain["pattern"], chain["time_us"], chain["saved_us"]) == (fusion.BATCH_NORM, 115, 25)
+    assert "Liger" not in fusion.REMEDIES[fusion.BATCH_NORM]
+
+
 def test_swiglu_reads_two_and_writes_one(tmp_path):
     stream = Stream(trace_of())
     stream.op("aten::silu", 25, X).op("aten::mul", 35, X, X)
@@ -85,6 +94,7 @@ def test_swiglu_reads_two_and_writes_one(tmp_path):
     ((("aten::native_dropout", 1), ("aten::add", 2)), fusion.DROPOUT_ADD),
     ((("aten::gelu_backward", 2), ("aten::mul", 2)), fusion.GATED),
     ((("aten::add", 2), ("aten::relu", 1)), fusion.ELEMENTWISE),
+    ((("aten::cudnn_batch_norm", 1), ("aten::add_", 2)), fusion.BATCH_NORM),
 ])
 def test_patterns_by_what_the_operators_do(ops, pattern, tmp_path):
     stream = Stream(trace_of())

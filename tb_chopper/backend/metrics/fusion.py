@@ -4,7 +4,7 @@ A candidate is a maximal run of memory-bound kernels that follow each other on o
 with less than GAP_NS between them. Fused, what one writes and the next one reads never leaves the chip:
 
     traffic = Σ bytes − 2 Σ bytes that a kernel writes and the next one reads (it has an input of just that size)
-    saved   = Σ duration − max(traffic / memory bandwidth, shortest of the kernels)
+    saved   = Σ duration − max(traffic / memory bandwidth, shortest of the kernels; of batch norm, its own time)
 
 Between two batched matrix products a softmax with its neighbours is unfused attention: a fused attention kernel has no
 such kernels at all, whatever the gaps between them, so all their time is saved. Bytes are those of the recorded shapes.
@@ -33,6 +33,7 @@ the chain, where the GPU's is not known; it is part of an attention kernel."""
 
 ATTENTION = "attention in pieces"
 RESIDUAL_NORM = "residual add + norm"
+BATCH_NORM = "batch norm and what follows"
 NORM = "norm in pieces"
 GATED = "SwiGLU"
 ROTARY = "rotary embedding"
@@ -40,11 +41,12 @@ DROPOUT_ADD = "dropout + add"
 CASTS = "casts"
 OPTIMIZER = "optimizer update"
 ELEMENTWISE = "elementwise chain"
-PATTERNS = (ATTENTION, RESIDUAL_NORM, NORM, GATED, ROTARY, DROPOUT_ADD, CASTS, OPTIMIZER, ELEMENTWISE)
+PATTERNS = (ATTENTION, RESIDUAL_NORM, BATCH_NORM, NORM, GATED, ROTARY, DROPOUT_ADD, CASTS, OPTIMIZER, ELEMENTWISE)
 
 REMEDIES = {
     ATTENTION: "torch.nn.functional.scaled_dot_product_attention (FlashAttention)",
     RESIDUAL_NORM: "torch.compile, or a fused residual-norm kernel (Liger, Apex, Transformer Engine)",
+    BATCH_NORM: "torch.compile; channels_last, where cuDNN and MIOpen have fused kernels of batch norm and ReLU",
     NORM: "torch.nn.functional.rms_norm or layer_norm instead of its pieces; torch.compile",
     GATED: "torch.compile, or a fused SwiGLU (Liger)",
     ROTARY: "torch.compile, or a fused rotary embedding (Liger, Apex)",
@@ -280,6 +282,9 @@ def _savings(out: pd.DataFrame, calls: pd.DataFrame, shortest: np.ndarray, bandw
         calls["chain"], calls["bytes"] - np.where(residual, 1, 2) * calls["passed"], len(out)))
     rate = (calls["bytes"] / calls["time_us"].where(calls["time_us"] > 0)).groupby(calls["chain"]).max()
     needed = (traffic / (bandwidth / 1e6)).fillna(traffic / rate)
+    # Batch norm needs the statistics of the whole batch first: what is fused with it does not make it shorter.
+    norms = np.bincount(calls["chain"], calls["time_us"].where(calls["role"] == "norm", 0.0), len(out))
+    shortest = np.where(out["pattern"] == BATCH_NORM, np.maximum(norms, shortest), shortest)
     attention = out["pattern"] == ATTENTION
     saved = (out["time_us"] - np.maximum(needed, shortest)).clip(lower=0.0).where(~attention, out["time_us"])
     how = pd.Series(np.where(attention, WHOLE_CHAIN, np.where(bandwidth.notna(), BANDWIDTH, BEST_KERNEL)))
@@ -298,6 +303,8 @@ def _pattern(roles: tuple[str, ...], ops: tuple[str, ...], attention: bool, phas
         return ATTENTION
     if phase == "optimizer" or "foreach" in has:
         return OPTIMIZER
+    if "norm" in has and any("batch_norm" in op for op in ops):
+        return BATCH_NORM
     if "norm" in has and "add" in has:
         return RESIDUAL_NORM
     if {"root", "reduce", "mul"} <= has:

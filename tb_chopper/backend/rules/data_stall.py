@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
 REMEDY = ("DataLoader(num_workers=, prefetch_factor=, persistent_workers=True, pin_memory=True) and copies with "
           "non_blocking=True; where decoding is the limit, decode on the GPU (DALI) or store what is decoded")
+NO_WORKERS = "_SingleProcessDataLoaderIter"
+"""the iterator that PyTorch takes for num_workers=0"""
 REMEDY_ONE = "look at the loader, the disk and the CPU cores of this process first; if all is equal: "
 
 
@@ -25,6 +27,7 @@ def rule(run: Run) -> list[Finding]:
     loading = loading[(loading["kind"] == "loader") & loading["gpu"].isin(found.gpus)]
     window = float(windows.loc[windows["step"].notna() & windows["gpu"].isin(found.gpus), "total_us"].sum())
     share = float(loading["uncovered_us"].sum()) / window if window else 0.0
+    in_process = any(NO_WORKERS in name for name in found.names)
     late = f"; the others wait for GPU {found.gpu}" if found.alone else ""
     return [Diagnosis(
         "data_stall", severity(found.gain_ms, found.step_ms),
@@ -32,6 +35,7 @@ def rule(run: Run) -> list[Finding]:
         title=f"The data loader of GPU {found.gpu} is late" if found.alone else "The GPUs wait for data",
         evidence=(*found.evidence(), Evidence("loading that no GPU work covers", share, "share")),
         cause="the loader of this process is slower than those of the others" if found.alone else
+        "the training's own process loads the data between its steps (num_workers=0)" if in_process else
         "the next batch is not ready when the step begins",
         remedy=(REMEDY_ONE if found.alone else "") + REMEDY,
         gain_ms=found.gain_ms, gain_how=found.how, gpus=found.gpus, steps=found.steps, view="host",

@@ -49,8 +49,8 @@ class Stall(NamedTuple):
 
     @property
     def hit(self) -> pd.Series:
-        """The steps that have it: at least half as much as the one that has most."""
-        return self.by_step[self.by_step >= self.by_step.max() / 2]
+        """The steps that have it: at least half of the gain."""
+        return self.by_step[self.by_step >= self.gain_ms * 1000 / 2]
 
     @property
     def steps(self) -> tuple[int, ...]:
@@ -62,7 +62,7 @@ class Stall(NamedTuple):
         return (Evidence("idle per step", self.gain_ms * 1000, "us"),
                 Evidence("of the step", self.gain_ms / self.step_ms, "share"),
                 Evidence("steps with it", f"{len(self.hit)} of {len(self.by_step)}"),
-                Evidence("idle in such a step", float(self.hit.mean()), "us"),
+                Evidence("idle in such a step", float(self.hit.median()), "us"),
                 Evidence("calls", ", ".join(self.names[:3]), "text"),
                 Evidence("calls per GPU and step", round(n, 1)))
 

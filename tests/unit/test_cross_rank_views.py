@@ -118,6 +118,20 @@ def test_one_rank_alone_says_what_is_missing(alone: Run):
         "Memory over time", "Memory as the driver counts", "Expected state of the model"]
 
 
+def test_ranks_whose_messages_cannot_be_matched_are_not_called_alone(tmp_path: Path):
+    """gloo on the CPU tells neither peer nor sequence number of a message."""
+    for rank in (0, 1):
+        trace = TraceBuilder(rank=rank, world_size=2)
+        trace.step(0, 0, 900)
+        for i in range(2 + rank):
+            trace.collective("ncclDevKernel_SendRecv", 10 + 50 * i, 12 + 50 * i, 20,
+                             **{"Collective name": "send", "In msg nelems": 0, "Out msg nelems": 0})
+        trace.write(tmp_path / f"rank{rank}.pt.trace.json")
+    view = tb_chopper.open_run(tmp_path).view("collectives")
+    assert "these traces do not tell" in view.headline and "bandwidth" not in view.figures
+    assert "do not tell which" in view.missing[0].why
+
+
 @pytest.mark.parametrize("name", VIEWS)
 def test_a_run_without_kernels(tmp_path: Path, name: str):
     trace = TraceBuilder()

@@ -130,6 +130,19 @@ def test_slow_link(tmp_path: Path, bandwidth: float, nelems: int, slow: bool) ->
         assert d.gain_ms == pytest.approx(saved / 1000, rel=1e-3)
 
 
+@pytest.mark.parametrize(("name", "said"), [("all_reduce", 1), ("send", 0), ("recv", 0)])
+def test_a_pair_may_have_one_of_several_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, said: int
+                                              ) -> None:
+    def step(trace: TraceBuilder, rank: int, start: float, number: int) -> None:
+        compute(trace, start + 10, 400)
+        reduce(trace, number, start + 410, 400, int(0.1 * LINK * 400e-6) // 4)
+
+    run = run_of(tmp_path, 2, step)
+    plain, every = run.collectives, run.collectives().assign(name=name)
+    monkeypatch.setattr(run, "collectives", lambda **of: plain(**of) if "by" in of else every)
+    assert len(found(run, "slow_link")) == said
+
+
 @pytest.mark.parametrize(("many", "group", "speaks"), [
     (24, "default_pg", True), (16, "default_pg", False), (24, "mesh_tp", False)])
 def test_small_messages(tmp_path: Path, many: int, group: str, speaks: bool) -> None:
@@ -195,6 +208,9 @@ def test_late_host(tmp_path: Path, late: float, speaks: bool) -> None:
     for d in said:
         assert d.gain_ms == pytest.approx(late / 1000)
         assert evidence(d)["idles longer"] == pytest.approx(late)
+        # One pause: the first kernel ends at 410, the call that launches the late one begins 6 µs before it.
+        assert evidence(d)["longest pause of a step"] == pytest.approx(late - 6)
+        assert f"nothing for {(late - 6) / 1000:.4g} ms at a time, before aten::mm" in d.cause
 
 
 def test_the_profiler_itself(tmp_path: Path) -> None:

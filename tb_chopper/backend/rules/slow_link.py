@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import pandas as pd
 
+from tb_chopper.backend.alignment.ranks import POINT_TO_POINT
 from tb_chopper.backend.rules import thresholds
 from tb_chopper.backend.rules.diagnosis import Diagnosis, Evidence, longest_collective, severity, step_ms
 
@@ -18,14 +19,19 @@ HOW = ("exposed time of these collectives in a step, waiting left out, x (1 - ba
 
 
 def rule(run: Run) -> list[Finding]:
-    """One diagnosis per process group; only where the link's peak is known and all ranks are on one host."""
+    """One diagnosis per process group; only where the link's peak is known and all ranks are on one host.
+
+    Messages between two ranks do not count: the peak is that to all other GPUs of the host together, of which a pair
+    has one link where each is linked to each.
+    """
     step = step_ms(run)
     if step is None or run.workers["host"].nunique() > 1:
         return []
     windows = run.own_times[["gpu", "step"]].drop_duplicates()
     each = run.collectives(where={"step": windows["step"].unique().tolist()})
     each = each[(each["source"] == "measured") & each["link_share"].notna()
-                & (each["latency_bound"] == False)]  # noqa: E712  (three-valued)
+                & (each["latency_bound"] == False)  # noqa: E712  (three-valued)
+                & ~each["name"].isin(POINT_TO_POINT)]
     return [found for group, rows in each.groupby("group")
             if (found := _of_group(run, str(group), rows, step, len(windows)))]
 

@@ -46,6 +46,11 @@ OTHER_RANKS = Missing(
     "One rank alone is here. Its kernels wait for others inside, and only the others' traces say how long.",
     "chopper_trace_handler on every rank, all writing to one directory",
 )
+UNMATCHED = Missing(
+    "Waiting for other ranks",
+    "The ranks' traces do not tell which of their communication belongs together: no sequence numbers, and different "
+    "numbers of calls, or messages between pairs.",
+)
 NO_SIZES = Missing(
     "Bandwidth",
     "The trace tells no message sizes. PyTorch 2.2 and later record them for NCCL and RCCL.",
@@ -63,14 +68,17 @@ def view(run: Run, selection: Selection) -> View:
     each = _chosen(run, where)
     rows = run.collectives(by=by, where=where)
     alone = not (each["n_ranks"] > 1).any()
+    sized = each[each["busbw_gbs"].notna() & (each["bytes"] > 0)]
+    apart = UNMATCHED if run.kernels["gpu"].nunique() > 1 else OTHER_RANKS
     drawn, listed, unknown = topology.sections(run, selection)
     return View(
-        _headline(by_gpu, each, alone),
+        _headline(by_gpu, each, alone, apart),
         key_figures=_key_figures(by_gpu, each),
-        figures={"by_gpu": _by_gpu(by_gpu), "over_time": _over_time(each), "bandwidth": _bandwidth(each), **drawn},
+        figures={"by_gpu": _by_gpu(by_gpu), "over_time": _over_time(each),
+                 **({"bandwidth": _bandwidth(sized)} if len(sized) else {}), **drawn},
         tables={**_tables(run, rows, by, by_gpu, where), **listed},
         definitions={"Exposed waiting": DEFINITIONS["waiting"], "Bus bandwidth": DEFINITIONS["busbw"]},
-        missing=(*((OTHER_RANKS,) if alone else ()), *((NO_SIZES,) if each["bytes"].isna().all() else ()),
+        missing=(*((apart,) if alone else ()), *((NO_SIZES,) if each["bytes"].isna().all() else ()),
                  *unknown),
     )
 
@@ -81,13 +89,12 @@ def _chosen(run: Run, where: dict[str, object]) -> pd.DataFrame:
     return grouping.select(run.collectives(), {"instance": mine})
 
 
-def _headline(by_gpu: pd.DataFrame, each: pd.DataFrame, alone: bool) -> str:
+def _headline(by_gpu: pd.DataFrame, each: pd.DataFrame, alone: bool, apart: Missing) -> str:
     total, exposed = by_gpu["duration_us"].sum(), by_gpu["exposed_us"].sum()
     if alone:
-        return (
-            f"{text.duration(exposed)} of {text.duration(total)} of communication is exposed; how much of it is "
-            "waiting for other ranks, the traces of the others would tell."
-        )
+        who = "these traces do not tell" if apart is UNMATCHED else "the traces of the others would tell"
+        return (f"{text.duration(exposed)} of {text.duration(total)} of communication is exposed; how much of it is "
+                f"waiting for other ranks, {who}.")
     waiting = by_gpu["exposed_wait_us"].sum()
     together = int((each["n_ranks"] > 1).sum())
     last = figures.largest(by_gpu, "n_last")
@@ -180,8 +187,7 @@ def _over_time(each: pd.DataFrame) -> go.Figure:
     return fig
 
 
-def _bandwidth(each: pd.DataFrame) -> go.Figure:
-    shown = each[each["busbw_gbs"].notna() & (each["bytes"] > 0)]
+def _bandwidth(shown: pd.DataFrame) -> go.Figure:
     fig = figures.figure(
         "Bus bandwidth by message size",
         "One point per collective. Small messages cannot reach the links' peak.",

@@ -28,7 +28,7 @@ def view(run: Run, selection: Selection) -> View:
     found = tuple(f for f in run.diagnosis if isinstance(f, Diagnosis))
     step = step_ms(run)
     return View(
-        _headline(found, step),
+        _headline(found, step, context.is_cpu_only(run)),
         key_figures=_key_figures(found, step),
         tables={"diagnoses": _table(found, step)} if found else {},
         definitions={"Gain": DEFINITIONS["gain"], "Severity": DEFINITIONS["severity"]},
@@ -37,7 +37,9 @@ def view(run: Run, selection: Selection) -> View:
     )
 
 
-def _headline(found: tuple[Diagnosis, ...], step: float | None) -> str:
+def _headline(found: tuple[Diagnosis, ...], step: float | None, cpu_only: bool) -> str:
+    if not found and cpu_only:
+        return "Nothing to say: most rules are about GPUs, and this run has none. The other tabs show its times."
     if not found:
         return f"No rule found anything worth changing in this run: {text.count(len(RULES), 'rule')} looked."
     first = found[0]

@@ -253,8 +253,9 @@ def test_everything_by_keyboard(tab: Tab) -> None:
     tab.page.keyboard.press("Escape")
     assert not frame.is_visible("#tooltip")
     frame.focus("#tab-operations")
+    tabs = [*views.REGISTRY, "trace"]
     tab.page.keyboard.press("ArrowRight")
-    frame = tab.frame("findings")
+    tab.frame(tabs[tabs.index("operations") + 1])
     tab.page.keyboard.press("ArrowLeft")
     frame = tab.frame("operations")
     frame.focus("[data-table=groups] tbody tr[tabindex='0']")

@@ -1,5 +1,4 @@
-"""Islands planted in a simulated node: their links, what spans them, and the time they cost against the same node without.
-"""
+"""Islands planted in a simulated node: their links, what spans them, and what they cost against the node without."""
 
 from __future__ import annotations
 

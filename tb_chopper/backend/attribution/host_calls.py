@@ -36,8 +36,8 @@ def find(host: pd.DataFrame, steps: pd.DataFrame) -> pd.DataFrame:
     kind = host["kind"].cat.codes.to_numpy()
     runtime, annotation, operator = (schema.ALL_HOST_KINDS.index(k) for k in ("runtime", "annotation", "cpu_op"))
     code = np.full(len(host), -1, np.int8)
-    for of_kind in (schema.GC, schema.PROFILER):
-        code[kind == schema.ALL_HOST_KINDS.index(of_kind)] = schema.CALL_KINDS.index(of_kind)
+    for same in (schema.GC, schema.PROFILER):
+        code[kind == schema.ALL_HOST_KINDS.index(same)] = schema.CALL_KINDS.index(same)
     names = host["name"].cat.codes.to_numpy()
     for of_kind, patterns in ((runtime, RUNTIME), (annotation, SCOPES | COMPILED), (operator, OLD_SCOPES | COMPILED)):
         by_name = np.array([_first(patterns, name) for name in host["name"].cat.categories], np.int8)

@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from tb_chopper.backend.run import Run
 
 REMEDY = ("balance what the GPUs hold: experts, sequence lengths, what only one of them keeps; or recompute more on "
-          "this GPU alone; if all processes appear on it in nvidia-smi or amd-smi, set the device before anything is loaded "
-          "(map_location, set_device)")
+          "this GPU alone; if all processes appear on it in nvidia-smi or amd-smi, set the device before anything is "
+          "loaded (map_location, set_device)")
 
 
 def rule(run: Run) -> list[Finding]:

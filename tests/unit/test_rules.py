@@ -304,6 +304,11 @@ class TestTogether:
         assert "r1" in second.message and "no such column" in second.message
 
 
+def test_every_rule_is_explained() -> None:
+    docs = (Path(__file__).parents[2] / "docs" / "diagnosis.md").read_text(encoding="utf-8")
+    assert [name for name in rules.RULES if f"| `{name}` |" not in docs] == []
+
+
 def test_every_rule_is_a_module_whose_codes_are_its_name() -> None:
     folder = Path(rules.__file__).parent
     modules = {p.stem for p in folder.glob("*.py") if "\ndef rule(run: Run)" in p.read_text(encoding="utf-8")}

@@ -30,6 +30,10 @@ SOURCES = (SHAPES, MISSING_SHAPES, NO_FORMULA)
 Dims = list[int]
 
 
+MAX_ELEMENTS = 2**63
+"""No tensor has so many: a shape that says so is none."""
+
+
 class Call(NamedTuple):
     """The recorded inputs of one operator call, one entry per argument."""
 
@@ -205,11 +209,25 @@ def _parse(op_args: str | None) -> Call | None:
     """None where no shape was recorded."""
     recorded = json.loads(op_args) if isinstance(op_args, str) else {}
     dims = recorded.get("Input Dims") or recorded.get("Input dims")
-    if not dims:
+    if not dims or not _is_shape(dims):
         return None
-    types = recorded.get("Input type") or []
-    values = recorded.get("Concrete Inputs") or []
-    return Call(dims, [*types, *[""] * (len(dims) - len(types))], [*values, *[""] * (len(dims) - len(values))])
+    return Call([d if isinstance(d, list) else [] for d in dims],
+                *(_texts(recorded.get(key), len(dims)) for key in ("Input type", "Concrete Inputs")))
+
+
+def _is_shape(value: Any) -> bool:
+    """Whether these are lengths, or lists of such, of no more elements than a memory could hold."""
+    if not isinstance(value, list):
+        return False
+    lengths = [v for v in value if type(v) is int]
+    return all(v >= 0 for v in lengths) and math.prod(lengths) < MAX_ELEMENTS and all(
+        _is_shape(v) for v in value if type(v) is not int)
+
+
+def _texts(recorded: Any, n: int) -> list[str]:
+    """What was recorded of n arguments, "" for those of which nothing was."""
+    known = [v if isinstance(v, str) else "" for v in recorded] if isinstance(recorded, list) else []
+    return known[:n] + [""] * (n - len(known))
 
 
 def _base(cpu_op: str) -> str:
@@ -230,7 +248,8 @@ def _bytes(call: Call, *arguments: int) -> float:
 
 def _tensors(call: Call) -> list[int]:
     """The arguments that are tensors of a known type."""
-    return [i for i, t in enumerate(call.types) if t in _SIZES or "Float8" in t]
+    return [i for i, t in enumerate(call.types) if (t in _SIZES or "Float8" in t)
+            and all(isinstance(n, int) for n in call.dims[i])]
 
 
 def _ints(text: str) -> list[int]:

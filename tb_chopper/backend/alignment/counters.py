@@ -13,6 +13,8 @@ looked for among the dispatches by the symbols that it has once, and the two seq
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -33,6 +35,7 @@ _LONG_CYCLES = 200_000
 _HELPERS = "__amd_rocclr_"
 _THREAD_GRIDS = "hipExtModuleLaunchKernel"
 _NONE = -1
+_SHAPE = re.compile(r"\[?\s*\d{1,10}(\s*,\s*\d{1,10}){0,2}\s*\]?")
 _STAND_IN, _ORDERED, _FORCED = 0, 1, 2
 """How certain a dispatch is: another one of the kernel, the n-th of as many, or the one that it must be."""
 
@@ -192,9 +195,10 @@ def _sizes(rows: pd.DataFrame, trace_form: list[str], counters: pd.DataFrame, co
 
 
 def _volume(shape: pd.Series) -> np.ndarray:
-    """`[4, 2, 1]` as 8, NaN where missing."""
-    volumes = [float(np.prod([float(v) for v in str(s).strip("[]").split(",")])) for s in shape.cat.categories]
-    return np.array([*volumes, np.nan])[shape.cat.codes]
+    """`[4, 2, 1]` as 8, NaN where missing or no shape."""
+    volumes = [math.prod(map(int, str(s).strip("[]").split(","))) if _SHAPE.fullmatch(str(s)) else np.nan
+               for s in shape.cat.categories]
+    return np.array([*volumes, np.nan], "float64")[shape.cat.codes]
 
 
 def _sequences(rows: pd.DataFrame, symbols: np.ndarray) -> list[tuple[np.ndarray, list[np.ndarray]]]:

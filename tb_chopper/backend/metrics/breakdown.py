@@ -162,7 +162,7 @@ def _split(each: pd.DataFrame, codes: np.ndarray, n: int) -> list[Rows]:
     order = np.lexsort((each["start_ns"], each["overlap_ratio"], device, codes))
     columns = {c: each[c].to_numpy("float64")[order] for c in _NUMBERS} | {"device": device[order]}
     ends = np.cumsum(np.bincount(codes, minlength=n))
-    return [{c: v[low:high] for c, v in columns.items()} for low, high in zip([0, *ends[:-1]], ends, strict=True)]
+    return [{c: v[low:high] for c, v in columns.items()} for low, high in zip([0, *ends][:-1], ends, strict=True)]
 
 
 # ---- one operation

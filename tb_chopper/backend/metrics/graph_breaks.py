@@ -17,6 +17,7 @@ import numpy as np
 import pandas as pd
 
 from tb_chopper.backend import intervals as iv
+from tb_chopper.backend.errors import InvalidSelection
 from tb_chopper.backend.metrics import grouping
 from tb_chopper.backend.metrics.grouping import By, Where
 from tb_chopper.backend.metrics.timeline import gaps
@@ -24,6 +25,8 @@ from tb_chopper.backend.metrics.timeline import gaps
 INSIDE, BETWEEN, RESUMED = "in a graph break", "between regions", "after a graph break"
 """Where a kernel was launched: eager within a region, eager outside of all, or first in a region inside another."""
 PLACES = (INSIDE, BETWEEN, RESUMED)
+BY = ("gpu", "step", "layer")
+"""What regions and kernels both have."""
 
 _OVERHEAD = re.compile(r"^(TorchDynamo |AOTDispatcher |Pregraph |Torch-Compiled |## )")
 """Work of torch.compile itself, which a CPU-only profile shows as operators."""
@@ -31,12 +34,14 @@ _OVERHEAD = re.compile(r"^(TorchDynamo |AOTDispatcher |Pregraph |Torch-Compiled 
 
 def graph_breaks(compiled: pd.DataFrame, kernels: pd.DataFrame, by: By = ("gpu", "step"),
                  where: Where = None) -> pd.DataFrame:
-    """One row per group (of gpu, step, layer): n_regions, n_breaks (regions inside another), n_codes (code objects),
+    """One row per group (of BY): n_regions, n_breaks (regions inside another), n_codes (code objects),
     n_variants (of all of them), eager_kernels, eager_us (Σ duration), idle_us, between_kernels, between_us.
 
     `compiled`: CALLS of schema.COMPILED_KINDS. The layer of a region is that of most of its kernels' time.
     """
     by = grouping.columns(by)
+    if unknown := [c for c in by if c not in BY]:
+        raise InvalidSelection(f"graph breaks are not told apart by {unknown[0]!r}; by {', '.join(BY)}")
     found, marked = (grouping.select(t, where) for t in _marked(compiled, kernels))
     codes, groups = grouping.number(pd.concat([found[by], marked[by]], ignore_index=True), by)
     n = len(groups)

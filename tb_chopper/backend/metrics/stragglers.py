@@ -108,6 +108,8 @@ def what_if(own: pd.DataFrame, gpus: pd.DataFrame, remaining_wait_us: float = np
     if table.shape[1] < 2 or not len(table):
         return pd.DataFrame(columns=list(WHAT_IF_COLUMNS))
     step = float(own.groupby("step")["time_us"].max().reindex(table.index).median())
+    if not step > 0:
+        return pd.DataFrame(columns=list(WHAT_IF_COLUMNS))
     rows = []
     for gpu in [*table.columns, None]:
         found = gain(own, gpus, list(table.columns) if gpu is None else [gpu], remaining_wait_us)

@@ -50,6 +50,7 @@ def _row(gpu: object, iteration_ns: pd.Series, tokens: float, n_gpus: int) -> tu
     seconds = iteration_ns / 1e9
     median = seconds.median() if len(seconds) else np.nan
     low, high = (seconds.min(), seconds.max()) if len(seconds) else (np.nan, np.nan)
+    rate = 1 / median if median > 0 else np.nan
     kind = "steps/s" if np.isnan(tokens) else "tokens/s/gpu"
-    return (gpu, len(seconds), median * 1e3, low * 1e3, high * 1e3, 1 / median, tokens / median,
-            tokens / median / n_gpus, kind)
+    return (gpu, len(seconds), median * 1e3, low * 1e3, high * 1e3, rate, tokens * rate,
+            tokens * rate / n_gpus, kind)

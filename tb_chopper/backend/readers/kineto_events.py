@@ -339,10 +339,11 @@ def _float(value: Any) -> float:
 
 def _floats(values: list[Any], dtype: type[np.floating[Any]]) -> np.ndarray:
     """Numbers, NaN for what is none (missing, `N/A`, `inf` of a device without SMs)."""
-    try:
-        numbers = np.array(values, dtype)
-    except (TypeError, ValueError, OverflowError):
-        numbers = np.array([_float(v) for v in values], dtype)
+    with np.errstate(over="ignore"):
+        try:
+            numbers = np.array(values, dtype)
+        except (TypeError, ValueError, OverflowError):
+            numbers = np.array([_float(v) for v in values], dtype)
     numbers[~np.isfinite(numbers)] = np.nan
     return numbers
 

@@ -49,9 +49,9 @@ class Diagnosis(Finding):
 
 
 def step_ms(run: Run) -> float | None:
-    """Median time of a step on its slowest GPU, in ms; None without complete steps."""
-    times = run.own_times
-    return float(times.groupby("step")["time_us"].max().median()) / 1000 if len(times) else None
+    """Median time of a step on its slowest GPU, in ms; None without complete steps, or if they take no time."""
+    longest = run.own_times.groupby("step")["time_us"].max().median()
+    return float(longest) / 1000 if longest > 0 else None
 
 
 def largest(kernels: pd.DataFrame, size: pd.Series | None = None) -> str:

@@ -60,8 +60,9 @@ def _diagnosis(run: Run, storm: pd.DataFrame, counts: pd.DataFrame, worst: str, 
         title="A storm of small kernels",
         evidence=(Evidence("kernels below 10 µs in a step", short),
                   Evidence("their share of the kernels", float(counts["n_short"].sum()) / n, "share"),
-                  Evidence("their share of the kernel time", float(
-                      (counts["short_time_share"] * counts["time_us"]).sum() / counts["time_us"].sum()), "share"),
+                  *((Evidence("their share of the kernel time", float(
+                      (counts["short_time_share"] * counts["time_us"]).sum() / counts["time_us"].sum()), "share"),)
+                    if counts["time_us"].any() else ()),
                   Evidence(f"of them in {worst}", len(there) / windows),
                   Evidence(f"waits for launches in {worst}", of_worst_us, "us"),
                   *(Evidence("queue empty", e, "share") for e in [float(busiest["empty_share"].mean())] if e == e)),

@@ -85,6 +85,18 @@ def test_exposed_communication_is_without_waiting(tmp_path: Path, exposed: float
         assert evidence(d)["all exposed"] == exposed + 25  # median of 50 and 0 of waiting
 
 
+@pytest.mark.parametrize(("group", "word"), [
+    ("mesh_tp", "fewer GPUs; asynchronous tensor"), ("mesh_dp_replicate", "no_sync"), ("mesh_dp_shard", "prefetch")])
+def test_exposed_communication_has_the_remedy_of_the_group(tmp_path: Path, group: str, word: str) -> None:
+    def step(trace: TraceBuilder, rank: int, start: float, number: int) -> None:
+        compute(trace, start + 10, 300)
+        reduce(trace, number, start + 310, 300, 10_000_000, **{"Process Group Description": group})
+        compute(trace, start + 610, 385)
+
+    said = found(run_of(tmp_path, 2, step), "exposed_communication")
+    assert [word in d.remedy for d in said] == [True]
+
+
 @pytest.mark.parametrize(("busy", "speaks"), [(300, True), (699, True), (705, False)])
 def test_low_utilization_names_what_the_host_did(tmp_path: Path, busy: float, speaks: bool) -> None:
     def step(trace: TraceBuilder, rank: int, start: float, number: int) -> None:

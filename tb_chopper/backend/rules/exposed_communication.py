@@ -15,6 +15,18 @@ if TYPE_CHECKING:
     from tb_chopper.backend.run import Run
 
 CAUSES = ("gradient_barrier", "slow_link", "small_messages", "islands", "over_sharding", "pipeline_bubble")
+REMEDY = ("prefetch the next layer's parameters (FSDP2: set_modules_to_forward_prefetch), use larger local batches or "
+          "gradient accumulation, or shard over fewer GPUs")
+REMEDIES = {
+    "data": "reduce gradients less often (gradient accumulation with no_sync()) or in fewer bits (a bf16 compression "
+            "hook); larger local batches; larger buckets (DDP: bucket_cap_mb)",
+    "tensor": "cut the layers among fewer GPUs; asynchronous tensor parallelism "
+              "(torch._inductor.config._micro_pipeline_tp) and sequence parallelism; larger local batches",
+    "expert": "overlap the exchange with shared experts or another microbatch; fewer GPUs per expert group; a token "
+              "dispatch that sends less (capacity, fp8)",
+    "context": "ring attention, which exchanges while it computes; cut the sequence among fewer GPUs",
+}
+"""By the role of the group that exchanges most without cover; parameters that FSDP shards, or not known: REMEDY."""
 HOW = ("exposed communication of a step without its waiting for late ranks, median over GPUs and steps: at most this, "
        "where all of it could be hidden")
 
@@ -44,8 +56,7 @@ def rule(run: Run) -> list[Finding]:
         evidence=(Evidence("exposed transfer", share, "share"), Evidence("exposed transfer", gain * 1000, "us"),
                   Evidence("all exposed", float(both["exposed_communication_us"].median()), "us")),
         cause="collectives start too late, or carry more than the computation beside them can hide",
-        remedy="prefetch the next layer's parameters (FSDP2: set_modules_to_forward_prefetch), use larger local "
-               "batches or gradient accumulation, or shard over fewer GPUs",
+        remedy=REMEDIES.get(str(worst["role"]), REMEDY) if worst is not None else REMEDY,
         gain_ms=gain, gain_how=HOW, view="overlap", explained_by=CAUSES,
         kernel=largest(run.kernels[(run.kernels["kind"] == "communication") & run.kernels["step"].notna()]))]
 

@@ -142,6 +142,8 @@ def test_waiting_among_equals_remains():
 
 def test_nothing_to_compare():
     assert len(stragglers.what_if(own(g0=[100]), equal(1))) == 0
+    assert stragglers.gain(own(g0=[100]), equal(1), [0]) == (0, 0, 0)
+    assert stragglers.gain(own(g0=[100], g1=[100]).iloc[:0], equal(2), [0]) == (0, 0, 0)
 
 
 def test_own_time_is_without_exposed_waiting():

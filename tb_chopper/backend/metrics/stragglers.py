@@ -136,6 +136,8 @@ def gain(own: pd.DataFrame, gpus: pd.DataFrame, faster: Sequence[int], remaining
     """
     table = own.pivot_table(index="step", columns="gpu", values="own_us").dropna()
     step = float(own.groupby("step")["time_us"].max().reindex(table.index).median())
+    if table.shape[1] < 2 or not step > 0:
+        return Gain(0.0, 0.0, 0.0)
     rows = gpus.set_index("gpu").reindex(table.columns)
     slowest = table.median().idxmax()
     waits = own.pivot_table(index="step", columns="gpu", values="wait_us")[slowest].median()

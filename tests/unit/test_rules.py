@@ -142,7 +142,7 @@ def test_slow_link(tmp_path: Path, bandwidth: float, nelems: int, slow: bool) ->
         assert d.gain_ms == pytest.approx(saved / 1000, rel=1e-3)
 
 
-@pytest.mark.parametrize(("name", "said"), [("all_reduce", 1), ("send", 0), ("recv", 0)])
+@pytest.mark.parametrize(("name", "said"), [("all_reduce", 1), ("send_recv", 0), ("recv", 0)])
 def test_a_pair_may_have_one_of_several_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, said: int
                                               ) -> None:
     def step(trace: TraceBuilder, rank: int, start: float, number: int) -> None:

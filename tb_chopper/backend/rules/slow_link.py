@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pandas as pd
 
-from tb_chopper.backend.alignment.ranks import POINT_TO_POINT
+from tb_chopper.backend.attribution.pipeline_actions import MESSAGES
 from tb_chopper.backend.rules import thresholds
 from tb_chopper.backend.rules.diagnosis import Diagnosis, Evidence, longest_collective, severity, step_ms
 
@@ -31,7 +31,7 @@ def rule(run: Run) -> list[Finding]:
     each = run.collectives(where={"step": windows["step"].unique().tolist()})
     each = each[(each["source"] == "measured") & each["link_share"].notna()
                 & (each["latency_bound"] == False)  # noqa: E712  (three-valued)
-                & ~each["name"].isin(POINT_TO_POINT)]
+                & ~(each["name"].isin(MESSAGES) & (each["n_ranks"] <= 2))]
     return [found for group, rows in each.groupby("group")
             if (found := _of_group(run, str(group), rows, step, len(windows)))]
 

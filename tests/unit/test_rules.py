@@ -108,6 +108,7 @@ def test_low_utilization_names_what_the_host_did(tmp_path: Path, busy: float, sp
         assert evidence(d)["busy"] == pytest.approx(busy / STEP)
         assert d.gain_ms == pytest.approx(1 - busy / STEP)
         assert d.cause == "the host cannot launch fast enough"
+        assert (evidence(d)["most dispatch before"], evidence(d)["of that"]) == ("aten::mm", 1)
 
 
 def test_low_utilization_says_nothing_of_a_profile_without_gpu(tmp_path: Path) -> None:

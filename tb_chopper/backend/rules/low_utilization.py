@@ -40,7 +40,9 @@ def rule(run: Run) -> list[Finding]:
     if not busy < thresholds.UTILIZATION:
         return []
     gain = float(windows["idle_us"].median()) / 1000
-    causes = run.idle_causes(by="step").groupby("cause")["idle_us"].sum().sort_values(ascending=False)
+    each = run.idle_causes(by="operation")
+    causes = each.groupby("cause")["idle_us"].sum().sort_values(ascending=False)
+    most = each[each["cause"] == causes.index[0]].sort_values("idle_us", ascending=False).iloc[0]
     cause, remedy = REMEDIES[str(causes.index[0])]
     shares = causes / causes.sum()
     return [Diagnosis(
@@ -48,6 +50,8 @@ def rule(run: Run) -> list[Finding]:
         f"the GPUs run something for {busy:.0%} of a step; for most of the rest {cause}",
         title="The GPUs are idle for much of the step",
         evidence=(Evidence("busy", busy, "share"), Evidence("idle", gain * 1000, "us"),
-                  *(Evidence(f"idle: {c}", float(s), "share") for c, s in shares.head(3).items())),
+                  *(Evidence(f"idle: {c}", float(s), "share") for c, s in shares.head(3).items()),
+                  Evidence(f"most {causes.index[0]} before", str(most["operation"]), "text"),
+                  Evidence("of that", float(most["idle_us"] / causes.iloc[0]), "share")),
         cause=cause, remedy=remedy, gain_ms=gain, gain_how=HOW, view="host", explained_by=CAUSES,
         kernel=largest(kernels, kernels["prep_ns"] + kernels["call_ns"]))]

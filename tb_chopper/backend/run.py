@@ -226,7 +226,11 @@ class Run(RunTables):
 
     def process_groups(self, roles: Roles = None) -> pd.DataFrame:
         """What each process group is for; see metrics.process_groups.process_groups."""
-        return process_groups.process_groups(self._arrived()[0], roles)
+        return self._process_groups.copy() if roles is None else process_groups.process_groups(self._matched[0], roles)
+
+    @lazy
+    def _process_groups(self) -> pd.DataFrame:
+        return process_groups.process_groups(self._matched[0], None)
 
     def group_islands(self, roles: Roles = None) -> pd.DataFrame:
         """Which process groups span islands or hosts, and how fast they are there; see metrics.topology.group_islands.

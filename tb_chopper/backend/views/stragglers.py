@@ -124,7 +124,7 @@ def _key_figures(rows: pd.DataFrame, cost: pd.DataFrame, outliers: pd.DataFrame)
         KeyFigure("All as fast as the median", every["what_if_us"], "us", DEFINITIONS["gain"], "estimated",
                   note=f"saves {text.share(every['gain_share'])}"),
         KeyFigure("Slowest GPU", f"GPU {rows['gpu'].iloc[0]}", "text", DEFINITIONS["gain"],
-                  note=str(rows["explained_by"].iloc[0] or "")),
+                  note=str(why) if pd.notna(why := rows["explained_by"].iloc[0]) else ""),
         KeyFigure("Slowness, largest", rows["slowness"].max(), "factor", DEFINITIONS["slowness"]),
         KeyFigure("Outlier steps", int(outliers["outlier"].sum()) if len(outliers) else 0, "count",
                   DEFINITIONS["outlier"], note=f"of {len(outliers)}"),

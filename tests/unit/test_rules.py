@@ -220,10 +220,24 @@ def test_late_host(tmp_path: Path, late: float, speaks: bool) -> None:
     assert [d.gpus for d in said] == [(2,)] * speaks
     for d in said:
         assert d.gain_ms == pytest.approx(late / 1000)
-        assert evidence(d)["idles longer"] == pytest.approx(late)
+        assert evidence(d)["GPU 2 idles longer"] == pytest.approx(late)
         # One pause: the first kernel ends at 410, the call that launches the late one begins 6 µs before it.
-        assert evidence(d)["longest pause of a step"] == pytest.approx(late - 6)
+        assert evidence(d)["longest pause of GPU 2 in a step"] == pytest.approx(late - 6)
         assert f"nothing for {(late - 6) / 1000:.4g} ms at a time, before aten::mm" in d.cause
+
+
+def test_hosts_that_are_late_together_are_named_together(tmp_path: Path) -> None:
+    """Ranks 1 and 3 of five are late by 100 and 80 µs: one alone gains 20 or nothing, both gain 100."""
+
+    def step(trace: TraceBuilder, rank: int, start: float, number: int) -> None:
+        mine = {1: 100, 3: 80}.get(rank, 0)
+        compute(trace, start + 10, 400)
+        compute(trace, start + 410 + mine, 400)
+        reduce(trace, number, start + 810 + mine, 170 - mine, 10_000, **{"Group size": 5})
+
+    [d] = found(run_of(tmp_path, 5, step), "late_host")
+    assert d.gpus == (1, 3) and d.gain_ms == pytest.approx(0.100)
+    assert d.message.startswith("GPU 1 is idle 0.1 ms, GPU 3 0.08 ms longer in a step than the median GPU")
 
 
 def test_the_profiler_itself(tmp_path: Path) -> None:

@@ -141,7 +141,9 @@ def gain(own: pd.DataFrame, gpus: pd.DataFrame, faster: Sequence[int], remaining
     rows = gpus.set_index("gpu").reindex(table.columns)
     slowest = table.median().idxmax()
     waits = own.pivot_table(index="step", columns="gpu", values="wait_us")[slowest].median()
-    less_wait = waits - remaining_wait_us if slowest in faster and not np.isnan(remaining_wait_us) else 0.0
+    # What of the waiting remains is known only where every GPU that something makes slower is made faster.
+    every = rows["explained_by"].isna()[[g not in faster for g in rows.index]].all()
+    less_wait = waits - remaining_wait_us if every and slowest in faster and not np.isnan(remaining_wait_us) else 0.0
 
     def of(clock: float) -> float:
         """The gain where the others run at this share of their clocks."""

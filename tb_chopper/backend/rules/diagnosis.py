@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -52,6 +52,13 @@ def step_ms(run: Run) -> float | None:
     """Median time of a step on its slowest GPU, in ms; None without complete steps, or if they take no time."""
     longest = run.own_times.groupby("step")["time_us"].max().median()
     return float(longest) / 1000 if longest > 0 else None
+
+
+def named(gpus: Sequence[int], verb: str) -> str:
+    """`GPU 3 holds`, `GPUs 0, 2 and 6 hold`."""
+    if len(gpus) == 1:
+        return f"GPU {gpus[0]} {verb}s"
+    return f"GPUs {', '.join(map(str, gpus[:-1]))} and {gpus[-1]} {verb}"
 
 
 def largest(kernels: pd.DataFrame, size: pd.Series | None = None) -> str:

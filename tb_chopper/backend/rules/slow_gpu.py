@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pandas as pd
 
 from tb_chopper.backend.rules import thresholds
-from tb_chopper.backend.rules.diagnosis import Diagnosis, Evidence, largest, severity, step_ms
+from tb_chopper.backend.rules.diagnosis import Diagnosis, Evidence, largest, named, severity, step_ms
 
 if TYPE_CHECKING:
     from tb_chopper.backend.findings import Finding
@@ -34,7 +34,7 @@ def rule(run: Run) -> list[Finding]:
     """One diagnosis for all GPUs that hold the others up by their device work, since one alone may gain nothing; what
     their hosts do is another rule's."""
     rows, step = run.stragglers(), step_ms(run)
-    if len(rows) < 2 or step is None:
+    if len(rows) < 2 or step is None or (run.workers["device"] == "cpu").all():
         return []
     if run.pipeline_actions()["position"].nunique() > 1:  # stages have different work: pipeline_bubble compares them
         return []
@@ -56,17 +56,11 @@ def rule(run: Run) -> list[Finding]:
     least, most = found.at_least_us / 1000, found.at_most_us / 1000
     capped = most > RANGE * least
     return [Diagnosis(
-        "slow_gpu", severity(gain, step), _message(slow, cause), title=f"{_named(gpus)} the others up",
+        "slow_gpu", severity(gain, step), _message(slow, cause), title=f"{named(gpus, 'hold')} the others up",
         evidence=_evidence(run, slow, (least, most) if capped else None),
         cause=cause, remedy=remedy, gain_ms=gain,
         gain_how=HOW + (HOW_CAPPED.format(least, most) if capped else ""),
         gpus=gpus, view="stragglers", selection={"gpu": int(worst["gpu"])}, kernel=largest(own))]
-
-
-def _named(gpus: tuple[int, ...]) -> str:
-    if len(gpus) == 1:
-        return f"GPU {gpus[0]} holds"
-    return f"GPUs {', '.join(map(str, gpus[:-1]))} and {gpus[-1]} hold"
 
 
 def _message(slow: pd.DataFrame, cause: str) -> str:

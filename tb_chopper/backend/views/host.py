@@ -56,6 +56,9 @@ REMEDIES = {
     "profiler": "a run without profiler has none of it",
     "unknown": "it was launched before the capture",
 }
+PAUSE_NS = 100_000
+PAUSED = "most of it in pauses of over 100 µs, in which the host launches nothing: what its code does there, not the " \
+    "number of kernels"
 NO_LAUNCHES = Missing(
     "Launch calls",
     "Operators on the CPU start where they are called: nothing is launched. Record a run on a GPU.",
@@ -83,7 +86,7 @@ def view(run: Run, selection: Selection) -> View:
     queues = grouping.select(run.queues(), narrowed)
     path = run.path_shares(by=["gpu", "kind"], where={k: v for k, v in narrowed.items() if k == "step"})
     return View(
-        _headline(by_gpu, total, small),
+        _headline(by_gpu, total, small, _pauses_share(context.kernels(run, selection))),
         key_figures=_key_figures(by_gpu, total, small, queues, stalls),
         figures={
             "by_gpu": _by_gpu(by_gpu),
@@ -143,12 +146,18 @@ def _per_step(by_step: pd.DataFrame, n_steps: pd.Series, windows: pd.Series) -> 
     return pd.DataFrame(rows, columns=names).sort_values("idle_us", ascending=False, kind="stable", ignore_index=True)
 
 
-def _headline(by_gpu: pd.DataFrame, total: float, small: pd.DataFrame) -> str:
+def _pauses_share(kernels: pd.DataFrame) -> float:
+    """Share of the time before launch calls that lies in gaps too long for the launch of a kernel."""
+    waits = kernels["prep_ns"].astype("float64")
+    return float(waits[waits > PAUSE_NS].sum() / waits.sum()) if waits.sum() else 0.0
+
+
+def _headline(by_gpu: pd.DataFrame, total: float, small: pd.DataFrame, pauses: float) -> str:
     sums = by_gpu.groupby("cause")["idle_us"].sum()
     idle, cause = float(sums.sum()), str(sums.idxmax())
     share = text.share(idle / total) if total else text.DASH
     line = (f"The GPU is idle {share} of the time; {text.share(sums[cause] / idle)} of that is "
-            f"{LABELS[cause].lower()}: {REMEDIES[cause]}.")
+            f"{LABELS[cause].lower()}: {PAUSED if cause == 'dispatch' and pauses > 0.5 else REMEDIES[cause]}.")
     n = int(small["n"].sum())
     short = int(small["n_short"].sum())
     if n and short > n / 2:

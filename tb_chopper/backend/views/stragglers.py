@@ -44,6 +44,8 @@ OTHER_RANKS = Missing(
     "One GPU alone is here.",
     "chopper_trace_handler on every rank, all writing to one directory",
 )
+STAGES = ("The GPUs run different stages of a pipeline: their work differs. The Parallelism tab tells unequal stages "
+          "from slow GPUs.")
 TELEMETRY = Missing(
     "Clock, power and temperature",
     "No telemetry in this run: a slow GPU cannot be told from a hot one.",
@@ -73,6 +75,7 @@ def view(run: Run, selection: Selection) -> View:
         tables={"gpus": _table(rows), "imbalance": _imbalance_table(imbalance), **tables},
         definitions={"What if": DEFINITIONS["gain"] + " " + DEFINITIONS["most"], "Why": DEFINITIONS["why"]},
         missing=(TELEMETRY,) if imbalance["clock_mhz"].isna().all() else (),
+        banners=(STAGES,) if run.pipeline_actions()["position"].nunique() > 1 else (),
     )
 
 

@@ -32,7 +32,8 @@ def rule(run: Run) -> list[Finding]:
     return [Diagnosis(
         "data_stall", severity(found.gain_ms, found.step_ms),
         f"{found.said}, while the host waits for data{late}",
-        title=f"The data loader of GPU {found.gpu} is late" if found.alone else "The GPUs wait for data",
+        title=f"The data loader of GPU {found.gpu} is late" if found.alone else
+        "The GPU waits for data" if len(found.gpus) == 1 else "The GPUs wait for data",
         evidence=(*found.evidence(), Evidence("loading that no GPU work covers", share, "share")),
         cause="the loader of this process is slower than those of the others" if found.alone else
         "the training's own process loads the data between its steps (num_workers=0)" if in_process else

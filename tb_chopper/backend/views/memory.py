@@ -60,6 +60,10 @@ NO_MODULES = Missing(
 )
 
 
+FROM_START = ("This trace has no totals of allocated memory: levels count from the start of the capture, without what "
+              "was allocated before.")
+
+
 def view(run: Run, selection: Selection) -> View:
     """Levels over time, peak, floor, growth and headroom by GPU and step, and the expected state of the model."""
     if context.nothing_to_show(run):
@@ -82,7 +86,13 @@ def view(run: Run, selection: Selection) -> View:
         tables=_tables(run, rows, state, where, sampled),
         definitions={"Peak": DEFINITIONS["peak"] + " " + DEFINITIONS["operation"]},
         missing=missing,
+        banners=(FROM_START,) if _from_start(rows, sampled) else (),
     )
+
+
+def _from_start(rows: pd.DataFrame, sampled: bool) -> bool:
+    """Whether levels count from the start of the capture."""
+    return len(rows) > 0 and not sampled and not rows["total_known"].astype(bool).all()
 
 
 def _levels(run: Run, where: dict[str, object], sampled: bool) -> pd.DataFrame:
@@ -145,10 +155,11 @@ def _headline(rows: pd.DataFrame, state: pd.DataFrame, sampled: bool, device: st
 
 
 def _key_figures(rows: pd.DataFrame, state: pd.DataFrame, sampled: bool) -> tuple[KeyFigure, ...]:
-    source: Source = "sampled" if sampled else "measured"
+    source: Source = "sampled" if sampled else "estimated" if _from_start(rows, sampled) else "measured"
     shares = rows["used_share"].astype("float64")
     every = (
-        _figure("Peak allocated", rows["peak_bytes"].max(), DEFINITIONS["peak"], color=COLORS["allocated"]),
+        _figure("Peak allocated", rows["peak_bytes"].max(), DEFINITIONS["peak"],
+                "estimated" if _from_start(rows, sampled) else "measured", color=COLORS["allocated"]),
         _figure("Reserved", rows["reserved_bytes"].max(), DEFINITIONS["reserved"], color=COLORS["reserved"]),
         _figure("Used", rows["used_bytes"].max(), DEFINITIONS["used"], "sampled", color=COLORS["used"],
                 note=f"{size(rows['outside_bytes'].max())} outside"

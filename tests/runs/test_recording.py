@@ -39,7 +39,7 @@ def scope_counts(trace: Path) -> Counter[str]:
     return Counter(fqn for fqn in map(sidecar.scope_fqn, names) if fqn is not None)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [k for k in KINDS if k not in PIPELINES[1:]])  # others: test_pipeline_runs.py
 def test_every_process_leaves_a_valid_trace_and_its_sidecar(kind: str, recorded: Callable[[str], Path]) -> None:
     if kind == "fsdp2+compile" and not shutil.which("g++"):
         pytest.skip("no C++ compiler")

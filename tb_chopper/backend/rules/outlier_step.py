@@ -29,7 +29,7 @@ CAUSES = {
     "exposed_communication": ("communication took longer",
                               "look at the error counters of links and network, and at other jobs on it"),
     "exposed_memcpy": ("copies took longer", "pin the memory they read (pin_memory=True), or copy beside computation"),
-    "compute": ("the same kernels took longer", "look at the clock and temperature at that moment (Clocks tab)"),
+    "compute": ("the same kernels took longer", "look at the clock and temperature at that moment (DVFS tab)"),
 }
 """By what caused it: a kind of host call, or the class of time that grew."""
 HOW = ("time of these steps on the GPU that took longest, without its waiting for others, - the median step; divided "
